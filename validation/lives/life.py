@@ -23,7 +23,8 @@ EXACT = 1e-9
 MESHES = ((1, 1), (2, 1), (4, 1), (2, 2), (1, 4))
 
 IN_TORCH = ("eager", "begin", "begin", "rate", "reach")
-ON_MESH = ("steps", "steps", "fit", "rate", "restore", "resume", "export", "file", "hand over")
+ON_MESH = ("steps", "steps", "steps", "fit", "fit", "rate", "restore", "resume", "export", "file", "hand over")
+RARE = ("load", "load late")
 
 
 def draw(seed: int) -> tuple[About, list[tuple[str, int]]]:
@@ -46,7 +47,7 @@ def draw(seed: int) -> tuple[About, list[tuple[str, int]]]:
     )
     events, on_mesh = list[tuple[str, int]](), False
     for _ in range(random_.randint(4, 8)):
-        what = pick(ON_MESH if on_mesh else IN_TORCH)
+        what = pick(IN_TORCH if not on_mesh else RARE if random_.random() < 0.1 else ON_MESH)
         on_mesh = what == "begin" or (on_mesh and what != "export")
         events.append((what, random_.randint(1, 3)))
     return about, events
@@ -102,6 +103,9 @@ class Life:
 
     def _begin(self, times: int) -> None:
         self._make()
+        self._start()
+
+    def _start(self) -> None:
         self.state, self._base = self.step.init(seed=0), self.number
         self.ema = {n: p.detach().clone() for n, p in self.eager.model.named_parameters() if p.requires_grad}
 
@@ -155,7 +159,7 @@ class Life:
 
     def _leave(self) -> World:
         """The present run as objects of torch."""
-        model = self.step.export(self.state)
+        model: Any = self.step.export(self.state)
         left = World.of(self.about, model)
         left.optimizer.load_state_dict(self.step.export_optimizer(self.state))
         left.take_numbers(self.ours)
@@ -177,6 +181,25 @@ class Life:
         if self.ours.scheduler is not None:
             self.ours.scheduler.load_state_dict(copy.deepcopy(left.scheduler.state_dict()))
         self._begin(times)
+
+    def _load_late(self, times: int) -> None:
+        """Moments come into the optimizer when the step was made, and has no state yet."""
+        left = self._leave()
+        moments, left.optimizer.state = left.optimizer.state_dict(), type(left.optimizer.state)(dict)
+        self.ours = left
+        self._make()
+        left.optimizer.load_state_dict(moments)
+        self._start()
+
+    def _load(self, times: int) -> None:
+        """Other moments come into the optimizer while the state of a run has its own."""
+        for world in (self.eager, self.ours):
+            found = copy.deepcopy(self.eager.optimizer.state_dict()["state"])
+            for own in found.values():
+                own.update({name: 2 * value for name, value in own.items() if torch.is_tensor(value) and value.dim()})
+            groups = world.optimizer.state_dict()["param_groups"]
+            world.optimizer.load_state_dict({"state": found, "param_groups": groups})
+        self._steps(times)
 
     def fault(self) -> str:
         """What is apart now; empty if nothing is."""

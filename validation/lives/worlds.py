@@ -16,7 +16,8 @@ class Net(nn.Module):
     """Two layers, with what a life may have in them.
 
     Args:
-        kind: "plain", "batch norm", "tied", "frozen" or "late": a layer that the loss does not reach at first.
+        kind: "plain", "batch norm", "tied", "frozen", "dropout" (in eval mode) or "late": a layer that
+            the loss does not reach at first.
         seed: Of its values.
     """
 
@@ -27,6 +28,7 @@ class Net(nn.Module):
         self.first = nn.Linear(WIDTH, WIDTH, bias=kind != "batch norm")  # which would have a gradient of rounding alone
         self.second = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH) if kind == "batch norm" else nn.Identity()
+        self.drop = nn.Dropout(0.5).eval() if kind == "dropout" else nn.Identity()
         if kind == "tied":
             self.second.weight = self.first.weight
         if kind == "frozen":
@@ -35,7 +37,7 @@ class Net(nn.Module):
         self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.second(self.norm(self.first(x)).tanh())
+        x = self.second(self.drop(self.norm(self.first(x)).tanh()))
         return x + self.late(x) if self.late is not None and self.reaches else x
 
 
@@ -49,7 +51,7 @@ def batch(number: int) -> torch.Tensor:
     return torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
 
 
-KINDS = ("plain", "batch norm", "tied", "frozen", "late")
+KINDS = ("plain", "batch norm", "tied", "frozen", "dropout", "late")
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda groups: torch.optim.SGD(groups, lr=0.1, weight_decay=0.1),
@@ -92,12 +94,12 @@ class World:
     """A model with its optimizer and scheduler, as a script of torch has them."""
 
     about: About
-    model: nn.Module
+    model: Net
     optimizer: Any
     scheduler: Any
 
     @classmethod
-    def of(cls, about: About, model: nn.Module) -> "World":
+    def of(cls, about: About, model: Net) -> "World":
         """Optimizer and scheduler for a model."""
         params = [p for p in model.parameters() if p.requires_grad]
         half = len(params) // about.groups
@@ -130,16 +132,14 @@ class World:
 
     def moments(self, found: dict[str, Any] | None = None) -> dict[str, torch.Tensor]:
         """What the optimizer keeps, by parameter and name; of a state_dict, or of the optimizer itself."""
-        found = found or self.optimizer.state_dict()
+        kept: dict[str, Any] = found or self.optimizer.state_dict()
         names = {id(p): name for name, p in self.model.named_parameters()}
         order = [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
         return {
             f"{order[number]} {key}": torch.as_tensor(value, dtype=torch.float64).cpu()
-            for number, own in found["state"].items()
+            for number, own in kept["state"].items()
             for key, value in own.items()
-            if value is not None
-            and key != "mu_product"
-            and own.get("step") != 0  # Adagrad's before its first step; NAdam's in float32
+            if value is not None and key != "mu_product"  # NAdam's in float32
         }
 
     def rates(self) -> dict[str, torch.Tensor]:

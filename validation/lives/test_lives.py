@@ -1,0 +1,75 @@
+"""Random lives of runs beside eager torch, and faults that they are to find: `pytest validation/lives` (5 minutes)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from torch_shard._fit import schedule
+from torch_shard._fit.schedule import Schedule
+from torch_shard._optim.from_torch import TorchOptimizer
+from validation.lives.life import draw, judge
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_life_is_right_or_refused(seed: int) -> None:
+    verdict = judge(seed)
+    assert verdict.is_fine, verdict
+
+
+def test_a_seed_is_one_life() -> None:
+    assert draw(7) == draw(7)
+    assert len({str(draw(seed)) for seed in range(50)}) == 50
+
+
+def no_counts_of_their_own(patch: pytest.MonkeyPatch) -> None:
+    """A parameter that had no gradient so far goes on at the count of its group."""
+    of_group = TorchOptimizer.note_late
+
+    def note_late(self: Any) -> bool:
+        of_group(self)
+        self._groups = list(range(len(self._members)))
+        self._count_of = {n: g for g, names in enumerate(self._members) for n in names if n in self._trainable}
+        return False
+
+    patch.setattr(TorchOptimizer, "note_late", note_late)
+
+
+def moments_that_are_loaded_are_dropped(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TorchOptimizer, "refuse_loaded", lambda self, *given: None)
+
+
+def a_schedule_that_is_ahead_stands_still(patch: pytest.MonkeyPatch) -> None:
+    begin = Schedule.begin
+
+    def begin_at_0(self: Schedule, *given: Any) -> None:
+        begin(self, *given)
+        self.ahead = 0
+
+    patch.setattr(Schedule, "begin", begin_at_0)
+
+
+def numbers_of_groups_do_not_come_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(schedule, "_take_numbers", lambda *given, warns: None)
+
+
+def schedules_do_not_come_back(patch: pytest.MonkeyPatch) -> None:
+    state_dict = Schedule.state_dict
+    patch.setattr(Schedule, "state_dict", lambda self, optimizer: {**state_dict(self, optimizer), "scheduler": {}})
+
+
+@pytest.mark.parametrize(
+    "break_",
+    [
+        no_counts_of_their_own,
+        moments_that_are_loaded_are_dropped,
+        a_schedule_that_is_ahead_stands_still,
+        numbers_of_groups_do_not_come_back,
+        schedules_do_not_come_back,
+    ],
+)
+def test_a_fault_is_found_within_100_lives(
+    break_: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_(monkeypatch)
+    assert any(not judge(seed).is_fine for seed in range(100))
