@@ -248,6 +248,7 @@ def _refuse_other_devices(func: Callable, args: PyTree, kwargs: dict[str, Any]) 
 class _Innermost(threading.local):
     capture_mode: CaptureMode | None = None
     repeats: bool = False
+    left: bool = False
 
 
 _INNERMOST = _Innermost()
@@ -291,11 +292,17 @@ def current_mode() -> CaptureMode | None:
 @contextlib.contextmanager
 def outside_capture() -> Iterator[None]:
     """Leave the capture under way, to run or trace JAX code in the midst of it."""
-    capture_mode, _INNERMOST.capture_mode = _INNERMOST.capture_mode, None
+    capture_mode, left = _INNERMOST.capture_mode, _INNERMOST.left
+    _INNERMOST.capture_mode, _INNERMOST.left = None, left or capture_mode is not None
     try:
         yield
     finally:
-        _INNERMOST.capture_mode = capture_mode
+        _INNERMOST.capture_mode, _INNERMOST.left = capture_mode, left
+
+
+def is_capturing() -> bool:
+    """Tell whether a capture is under way, left or not."""
+    return _INNERMOST.left or _INNERMOST.capture_mode is not None
 
 
 def add_modules(flags: ModuleFlags) -> None:

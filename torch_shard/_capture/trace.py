@@ -29,7 +29,7 @@ from torch_shard._capture.calls import calls_seen
 from torch_shard._capture.data_dependence import DataDependence
 from torch_shard._capture.environment import capture_environment, reference_kernels
 from torch_shard._capture.fakes import changes_nothing, empty_like, fakes, node_in, remember, standins_given, tracer
-from torch_shard._capture.function_mode import CaptureMode, current_mode
+from torch_shard._capture.function_mode import CaptureMode, current_mode, is_capturing
 from torch_shard._capture.generators import Generators
 from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold
 from torch_shard._capture.host_values import HostPart
@@ -125,7 +125,7 @@ def capture(
     """
     around = current_mode()
     explain = explain or (around is not None and around.explains)
-    generators = Generators(fn) if around is None else None
+    generators = None if is_capturing() else Generators(fn)
     graph, changes = _capture_on_fakes(fn, specs, keep=keep, explain=explain, restore=restore)
     again = functools.partial(_capture_on_fakes, fn, specs, keep=keep, explain=False, restore=restore)
     if generators is not None and (line := generators.line_that_draws(again)) is not None:
