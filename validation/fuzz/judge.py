@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import traceback
 from typing import Any
 from unittest import mock
 
@@ -15,7 +14,8 @@ from torch import nn
 import torch_shard as ts
 from tests.oracles.experts import any_grouped_mm
 from torch_shard._lowering.ops.expert_dispatch import Exchange
-from validation.fuzz.programs import OPTIMIZERS, ROUTED, Case
+from validation.fuzz.programs import OPTIMIZERS, ROUTED, Case, draw
+from validation.judging import Verdict, ended_by, is_ours
 
 EXACT = 1e-9
 """Of the largest entry: float64 sums of some hundred terms in another order, through a few layers."""
@@ -26,27 +26,6 @@ ROUGH = 0.1
 NUM_STEPS = 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """What became of a case.
-
-    Attributes:
-        kind: "right", "refused", "foreign", "wrong", or "crash" where the process ended.
-        why: The error, or what is apart.
-    """
-
-    kind: str
-    why: str = ""
-
-    @property
-    def is_fine(self) -> bool:
-        """Whether there is nothing to mend."""
-        return self.kind in ("right", "refused")
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.why}".strip()
-
-
 def judge(case: Case) -> Verdict:
     """Run a case in this process."""
     always = mock.patch.object(Exchange, "moves_tokens", return_value=True)
@@ -54,11 +33,12 @@ def judge(case: Case) -> Verdict:
         try:
             return _compared(case)
         except Exception as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            ours = "torch_shard" in last.filename and isinstance(error, ValueError | TypeError | NotImplementedError)
-            ours = ours or _is_torchs(case, error)
-            message = " ".join(str(error).split())[:300]
-            return Verdict("refused" if ours else "foreign", f"{type(error).__name__}: {message}")
+            return ended_by(error, ours=is_ours(error) or _is_torchs(case, error))
+
+
+def judge_seed(seed: int) -> Verdict:
+    """Run what a seed draws in this process."""
+    return judge(draw(seed))
 
 
 def _is_torchs(case: Case, error: Exception) -> bool:

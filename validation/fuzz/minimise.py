@@ -6,13 +6,14 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
+from validation.fuzz.judge import judge
 from validation.fuzz.programs import Case
-from validation.fuzz.workers import Judges
+from validation.judging import Judges
 
 
 def minimise(case: Case) -> Case:
     """The smallest case that is found with the kind of verdict that this one has; it is judged in processes."""
-    with Judges(1) as judges:
+    with Judges(judge, 1) as judges:
 
         def kind_of(case: Case) -> str:
             return next(iter(judges.verdicts([case])))[1].kind

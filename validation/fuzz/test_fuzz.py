@@ -8,10 +8,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
-from validation.fuzz.judge import Verdict, judge
+from validation.fuzz.judge import judge, judge_seed
 from validation.fuzz.minimise import minimise
 from validation.fuzz.programs import Case, draw, parallelisms
-from validation.fuzz.workers import Judges
+from validation.judging import Judges, Verdict
 
 SEEDS = [seed for seed in range(26) if seed not in (16, 17, 18, 22, 25)]  # which take three seconds and more
 MORE = range(26, 446)
@@ -78,7 +78,7 @@ def test_what_was_found_is_right(case: Case) -> None:
 
 
 def test_more_programs_are_right_or_refused() -> None:
-    with Judges(os.cpu_count() or 1) as judges:
+    with Judges(judge_seed, os.cpu_count() or 1) as judges:
         found = {seed: verdict for seed, verdict in judges.verdicts(MORE) if not verdict.is_fine}
     assert not found
 
@@ -124,6 +124,6 @@ class Ending(Case):
 
 def test_a_process_that_ends_is_a_crash() -> None:
     ending = Ending(0, "vectors", {}, (("batch", 2),))
-    with Judges(1) as judges:
+    with Judges(judge, 1) as judges:
         assert [verdict for _, verdict in judges.verdicts([ending])] == [Verdict("crash", "the process ended with 3")]
-        assert all(verdict.is_fine for _, verdict in judges.verdicts([0]))  # in a new one
+        assert all(verdict.is_fine for _, verdict in judges.verdicts([draw(0)]))  # in a new one

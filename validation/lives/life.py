@@ -1,11 +1,9 @@
 """One life: a random sequence of what a script does, by torch_shard and in eager torch; all values are compared."""
 
 import copy
-import os
 import pathlib
 import random
 import tempfile
-import traceback
 from typing import Any
 
 import jax
@@ -14,7 +12,7 @@ import torch
 from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
-from validation.fuzz.judge import Verdict
+from validation.judging import Verdict, ended_by, is_ours
 from validation.lives.worlds import KINDS, OPTIMIZERS, SCHEDULERS, About, Net, World, batch, loss_fn
 
 EXACT = 1e-9
@@ -235,21 +233,5 @@ def judge(seed: int) -> Verdict:
                 if fault := life.fault():
                     return Verdict("wrong", f"{about} {past}: {fault}")
             except Exception as error:
-                last = traceback.extract_tb(error.__traceback__)[-1]
-                ours = "torch_shard" in last.filename and isinstance(
-                    error, ValueError | TypeError | NotImplementedError
-                )
-                said = " ".join(str(error).split())[:300]
-                return Verdict("refused" if ours else "foreign", f"{about} {past}: {type(error).__name__}: {said}")
+                return ended_by(error, ours=is_ours(error), about=f"{about} {past}: ")
     return Verdict("right")
-
-
-def begin() -> None:
-    """Let a process of a pool judge."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    import conftest  # noqa: F401  (eight devices)
-
-
-def judged(seed: int) -> tuple[int, Verdict]:
-    """A seed with its verdict."""
-    return seed, judge(seed)
