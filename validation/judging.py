@@ -30,8 +30,8 @@ class Verdict:
     """What became of a case.
 
     Attributes:
-        kind: "right", "refused", "foreign", "wrong", "no model" where eager torch has none, or "crash" where the process
-            ended.
+        kind: "right", "refused", "foreign", "wrong", "no model" where eager torch has none, or "crash" where the
+            process ended.
         why: The error, or what is apart.
     """
 

@@ -58,7 +58,9 @@ def test_the_state_is_what_a_step_holds(name, previews, estimates):
 
 @pytest.mark.slow  # compiles for TPUs
 @pytest.mark.parametrize("name", CANDIDATES)
-def test_memory_is_near_the_compilers(name, previews, estimates):
+def test_memory_is_near_the_compilers(name, previews, estimates, request):
+    if name == "fsdp_tp":
+        request.applymarker(pytest.mark.xfail(strict=True, reason="issue 46: for fsdp_tp it says 3.5 times that"))
     ratio = estimates[name].memory.total / previews[name].memory.peak
     assert 1 / WITHIN < ratio < WITHIN
 
