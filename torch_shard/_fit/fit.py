@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from torch_shard._common.caller import public
+from torch_shard._common.near_misses import near_misses
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed, is_integer
 from torch_shard._fit.alike import agree_on_run
@@ -33,6 +34,7 @@ from torch_shard._train import EvalStep, Step, TrainStep
 logger = logging.getLogger(__name__)
 
 
+@near_misses
 @public
 def fit(
     step: TrainStep,
@@ -174,7 +176,14 @@ def fit(
     state, notes = _begin(step, state, checkpointer)
     start = int(state.num_batches)
     if start > steps:
-        raise ValueError(f"fit: the state has seen {start} batches, and steps={steps} is the number of the whole run.")
+        raise ValueError(
+            f"fit: the state has seen {start} batches, and steps={steps} is the number of the whole run. "
+            f"For {steps} more give steps=int(state.num_batches) + {steps}."
+        )
+    if start == steps:
+        logger.warning(
+            "fit: the state has seen %d batches already, and steps=%d is the number of the whole run.", start, steps
+        )
     with contextlib.ExitStack() as stack:
         tells = jax.process_index() == 0
         bar = stack.enter_context(Bar(progress if tells else False, start, steps))

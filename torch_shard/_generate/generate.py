@@ -14,6 +14,7 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 from torch_shard._common.caller import caller, public
+from torch_shard._common.near_misses import near_misses
 from torch_shard._common.validate import check_count, check_kind, check_number, check_seed
 from torch_shard._device import put
 from torch_shard._generate.decode import Decode, Loop, Prefill
@@ -28,6 +29,7 @@ _OF_STEPS = weakref.WeakKeyDictionary[Step, tuple[Prefill, Decode]]()
 _LAYERS = ("full_attention", "sliding_attention")
 
 
+@near_misses
 @public
 def generate(
     model_or_step: Any,

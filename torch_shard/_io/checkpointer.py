@@ -16,6 +16,7 @@ import filelock
 import jax
 
 from torch_shard._common.caller import caller, public
+from torch_shard._common.near_misses import near_misses
 from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed, is_integer
 from torch_shard._hosts import PeerError, agree, check_peers, compare, exchange
 from torch_shard._io.integrity import Unreadable, find_damage, seal, sync_directory
@@ -81,6 +82,7 @@ class Checkpointer:
         True
     """
 
+    @near_misses
     @public
     def __init__(
         self,

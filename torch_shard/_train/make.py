@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from torch_shard._capture import MixedPrecision
 from torch_shard._common.caller import public
+from torch_shard._common.near_misses import near_misses
 from torch_shard._scan import Remat, ScanLayers
 from torch_shard._sharding import LossFn, ShardingPlan
 from torch_shard._train.apply_step import ApplyFn, ApplyStep
@@ -20,6 +21,7 @@ from torch_shard._train.options import StepOptions
 from torch_shard._train.train_step import TrainStep
 
 
+@near_misses
 @public
 def make_train_step(
     model: torch.nn.Module,
@@ -33,7 +35,7 @@ def make_train_step(
     batch_spec: PartitionSpec | Mapping[str, PartitionSpec] | None = None,
     local_batches: bool = False,
     compute_dtype: torch.dtype | None = None,
-    mixed_precision: MixedPrecision = "params",
+    mixed_precision: MixedPrecision | None = None,
     scan_layers: ScanLayers = "auto",
     remat: Remat | int = "none",
     accumulate_steps: int = 1,
@@ -69,9 +71,10 @@ def make_train_step(
         local_batches: True if each process gives only the rows of its own devices; False if each gives the whole batch.
             See the guide on data of several hosts.
         compute_dtype: `torch.bfloat16` for mixed precision; parameters and optimizer keep their dtype.
-        mixed_precision: What is in `compute_dtype`. `"params"`: every parameter where it is used, and so all
-            activations, like FSDP2's `MixedPrecisionPolicy(param_dtype=...)`; norms and losses compute in float32.
-            `"autocast"`: the factors of products, by the policy of `torch.autocast("cuda")`.
+        mixed_precision: What is in `compute_dtype`, which is then bfloat16 by default. `"params"`, as where only
+            `compute_dtype` is given: every parameter where it is used, and so all activations, like FSDP2's
+            `MixedPrecisionPolicy(param_dtype=...)`; norms and losses compute in float32. `"autocast"`: the factors of
+            products, by the policy of `torch.autocast("cuda")`.
         scan_layers: Run repeated layers as one loop, so that the time to compile does not grow with depth. `"auto"`:
             three layers or more that are proved to be one program, on TPU with `remat="none"` more than 16 (64 of
             convolutions), as fewer are faster one by one there; True: two or more, and an error if there is no loop;
@@ -136,6 +139,7 @@ def make_train_step(
     return TrainStep(model, loss_fn, optimizer, options)
 
 
+@near_misses
 @public
 def make_eval_step(
     model: torch.nn.Module,
@@ -146,7 +150,7 @@ def make_eval_step(
     batch_spec: PartitionSpec | Mapping[str, PartitionSpec] | None = None,
     local_batches: bool = False,
     compute_dtype: torch.dtype | None = None,
-    mixed_precision: MixedPrecision = "params",
+    mixed_precision: MixedPrecision | None = None,
     scan_layers: ScanLayers = "auto",
     compile_cache: str | os.PathLike[str] | None = None,
 ) -> EvalStep:
@@ -199,6 +203,7 @@ def make_eval_step(
     return EvalStep(model, loss_fn, options)
 
 
+@near_misses
 @public
 def make_apply(
     model: torch.nn.Module,
@@ -209,7 +214,7 @@ def make_apply(
     batch_spec: PartitionSpec | Mapping[str, PartitionSpec] | None = None,
     local_batches: bool = False,
     compute_dtype: torch.dtype | None = None,
-    mixed_precision: MixedPrecision = "params",
+    mixed_precision: MixedPrecision | None = None,
     scan_layers: ScanLayers = "auto",
     compile_cache: str | os.PathLike[str] | None = None,
 ) -> ApplyStep:

@@ -51,7 +51,7 @@ class StepOptions:
     batch_spec: PartitionSpec | Mapping[str, PartitionSpec] | None = None
     local_batches: bool = False
     compute_dtype: torch.dtype | None = None
-    mixed_precision: MixedPrecision = "params"
+    mixed_precision: MixedPrecision | None = None
     scan_layers: ScanLayers = "auto"
     remat: Remat | int = "none"
     accumulate_steps: int = 1
@@ -71,11 +71,13 @@ class StepOptions:
         check_kind("local_batches", self.local_batches, bool)
         self._check_compute_dtype()
         self._check_layers()
-        if self.mixed_precision not in get_args(MixedPrecision):
+        if self.mixed_precision not in (None, *get_args(MixedPrecision)):
             raise ValueError(
-                f'{caller()}: mixed_precision must be "autocast" or "params", got {self.mixed_precision!r}. '
-                'The values of its former name cast, "products" and "parameters", are these.'
+                f'{caller()}: mixed_precision must be "autocast" or "params", got {self.mixed_precision!r}. The dtype '
+                "is compute_dtype=."
             )
+        if self.mixed_precision is not None and self.compute_dtype is None:
+            object.__setattr__(self, "compute_dtype", torch.bfloat16)
         check_count("accumulate_steps", self.accumulate_steps)
         check_clipping(self.clip_grad_norm, self.clip_grad_value)
         check_average(self.ema)
@@ -109,7 +111,7 @@ class StepOptions:
     @property
     def precision(self) -> Precision:
         """What the loss is computed in."""
-        return Precision(self.compute_dtype, self.mixed_precision)
+        return Precision(self.compute_dtype, self.mixed_precision or "params")
 
     def clip(self, grads: T, norm: jax.Array) -> T:
         """Gradients as the optimizer is given them.
