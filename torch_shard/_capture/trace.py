@@ -41,6 +41,7 @@ from torch_shard._capture.ragged import UnknownSizeError, is_ragged
 from torch_shard._capture.ragged_rules import with_masks
 from torch_shard._capture.side_effects import Change, refuse_new_parameters
 from torch_shard._capture.simplify import simplify, stride_in_order
+from torch_shard._capture.user_errors import end_at_the_users_line, torchs_log_silent
 from torch_shard._common.fx import check_outputs, outputs_of
 from torch_shard._common.operator_families import STRICT_VIEWS
 from torch_shard._common.overrides import FUNCTIONS, OPERATORS
@@ -142,10 +143,16 @@ def _capture_on_fakes(
     fn: TensorFn[Aux], specs: Sequence[Spec], *, keep: Keep, explain: bool, restore: bool
 ) -> tuple[Captured[Aux], list[Change]]:
     """Capture, and give what it has changed and been put back."""
+    within = is_capturing()
     with calls_seen(False), fakes(explain) as (mode, capture_mode):
         changes: list[Change] = []
         try:
-            graph = _capture(fn, specs, keep=keep, mode=mode, capture_mode=capture_mode)
+            with torchs_log_silent():
+                graph = _capture(fn, specs, keep=keep, mode=mode, capture_mode=capture_mode)
+        except Exception as error:
+            if not within:
+                end_at_the_users_line(error, capture_mode.path)
+            raise
         finally:
             if restore:
                 changes = capture_mode.side_effects.restore()

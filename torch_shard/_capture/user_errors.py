@@ -1,0 +1,87 @@
+"""Errors of the user's own code in a capture: they end with the user's line, without frames of machinery."""
+
+import contextlib
+import logging
+import traceback
+from collections.abc import Callable, Generator
+from types import FrameType, TracebackType
+from typing import Any
+
+import jax
+import torch
+from torch import nn
+
+from torch_shard._capture.provenance import describe, is_user_file
+
+_SEEN = "torch_shard"
+_FAKE_TENSORS = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+@contextlib.contextmanager
+def torchs_log_silent() -> Generator[None, None, None]:
+    """Without PyTorch's log of an operator that refuses its inputs, which raises the error as well."""
+    _FAKE_TENSORS.addFilter(_is_no_traceback)
+    try:
+        yield
+    finally:
+        _FAKE_TENSORS.removeFilter(_is_no_traceback)
+
+
+def _is_no_traceback(record: logging.LogRecord) -> bool:
+    return record.exc_info is None
+
+
+def end_at_the_users_line(error: Exception, path: Callable[[nn.Module], str]) -> None:
+    """Let an error say in which line of the user's code and in which module it came up, and show the user's frames.
+
+    `jax.config.update("jax_traceback_filtering", "off")` leaves all frames, as for JAX's own.
+
+    Args:
+        error: Of a capture.
+        path: Of a module in the model.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    lines = [s for s in traceback.extract_tb(error.__traceback__) if is_user_file(s.filename)]
+    if not lines or _is_of_the_package(frames[-1]):
+        return
+    module = next((found for frame in reversed(frames) if (found := _module_called(frame)) is not None), None)
+    at = "" if module is None else f'In "{path(module[0])}", {_kind(module[0])}, given {_shapes(module[1])}: '
+    error.add_note(f"{at}{describe(lines[-1])}")
+    config: Any = jax.config
+    if config.jax_traceback_filtering != "off":
+        error.with_traceback(_of_users_frames(error.__traceback__))
+
+
+def _is_of_the_package(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == _SEEN
+
+
+def _module_called(frame: FrameType) -> tuple[nn.Module, tuple[object, ...]] | None:
+    """The module that a frame calls, with its arguments."""
+    if frame.f_code is not nn.Module._call_impl.__code__:  # pyright: ignore[reportPrivateUsage]
+        return None
+    return frame.f_locals["self"], frame.f_locals["args"]
+
+
+def _kind(module: nn.Module) -> str:
+    extra = module.extra_repr()
+    return f"{type(module).__name__}({extra})" if len(extra) < 100 else type(module).__name__
+
+
+def _shapes(args: tuple[object, ...]) -> str:
+    return (
+        ", ".join(str(tuple(a.shape)) if isinstance(a, torch.Tensor) else type(a).__name__ for a in args) or "nothing"
+    )
+
+
+def _of_users_frames(tb: TracebackType | None) -> TracebackType | None:
+    """The entries of a traceback that lie in the user's files."""
+    entries = list[TracebackType]()
+    while tb is not None:
+        entries.append(tb)
+        tb = tb.tb_next
+    found: TracebackType | None = None
+    for entry in reversed(entries):
+        if is_user_file(entry.tb_frame.f_code.co_filename):
+            found = TracebackType(found, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return found
