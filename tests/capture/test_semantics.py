@@ -12,7 +12,7 @@ from tests.oracles.eager import assert_follows, eager_trajectory
 from tests.tables import semantics
 from tests.tables.cases import Case
 
-AT_ONCE = 5  # a program of all would take as long as they take together, and be one test
+AT_ONCE = 4  # a program of all would take as long as they take together, and be one test
 TABLES = {name: getattr(semantics, name) for name in ("AUTOGRAD", "WRITES", "STATE", "PARAMETERS", "CONTROL")}
 PARTS = [(name, start) for name, table in TABLES.items() for start in range(0, len(table), AT_ONCE)]
 

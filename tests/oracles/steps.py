@@ -43,7 +43,12 @@ def step_of(
     plan: ts.ShardingPlan = WHOLE,
     **options: Any,
 ) -> ts.TrainStep:
-    """A step of SGD on a mesh, or its sizes; every device holds all, if no plan says otherwise."""
+    """A step of SGD on a mesh, or its sizes; every device holds all, if no plan says otherwise.
+
+    It does not look at the loss again, which costs a capture: tests of that, of what torch allows in a forward, and of
+    random programs and lives do.
+    """
+    options = {"look_again": False, **options}
     mesh = make_mesh(mesh) if isinstance(mesh, tuple) else mesh
     return ts.make_train_step(model, loss_fn, optimizer or optax.sgd(0.1), mesh=mesh, plan=plan, **options)
 
