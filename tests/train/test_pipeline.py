@@ -155,14 +155,13 @@ def test_it_goes_with_other_parallelisms(kind: str) -> None:
     mesh = ts.make_mesh(**{second: 2, "batch": 2, "stage": 2})
     recipe = ts.plans.hsdp if kind == "hsdp" else ts.plans.fsdp_tp
     plan = recipe(model, mesh, **({"tp": None, "context": "context"} if kind == "context" else {}))
-    options = {"batch_spec": P(("replica", "batch"))} if kind == "hsdp" else {}
 
     def loss_of(model: nn.Module, batch: Any) -> Any:
         found = model(**batch)
         return found.loss, {"logits": found.logits}
 
     tokens = torch.randint(1, 64, (16, 8), generator=torch.Generator().manual_seed(0))
-    step = step_of(model, ts.plans.pipeline(plan), 4, loss_of, mesh=mesh, **options)
+    step = step_of(model, ts.plans.pipeline(plan), 4, loss_of, mesh=mesh)
     compared = step.prove(step.init(seed=0), {"input_ids": tokens, "labels": tokens})
     assert max(row.worst for row in compared.rows) < 1e-5  # the norms of transformers compute in float32
 

@@ -56,6 +56,19 @@ def collective_of(hlo: Hlo, instruction: Instruction, *, scatters: bool = False)
     return Collective(kind, given if kind == "collective-permute" else given * share)
 
 
+def between_slices(instruction: Instruction) -> float:
+    """Bytes that a device receives from other TPU slices by this instruction, over the slower network.
+
+    For that network XLA:TPU makes of each collective one within the slices, and a transfer of the host's.
+    """
+    target = instruction.find(r'_xla_megascale_target="\{([\d,]+)\}')
+    if instruction.op != "recv" or target is None:
+        return 0.0
+    num, size = len(target.split(",")), instruction.results[0].num_bytes
+    shares = {"ALL_GATHER": 1 - 1 / num, "ALL_REDUCE": 2 * (1 - 1 / num), "REDUCE_SCATTER": num - 1.0}
+    return size * shares.get(instruction.find(r'_xla_megascale_transfer_type="(\w+)"') or "", 1.0)
+
+
 def identity(instruction: Instruction) -> tuple[str | None, ...]:
     """The same for the parts of one collective that was cut into a chain.
 

@@ -22,7 +22,7 @@ from torch_shard._cost.exposed import exposed_by_axis
 from torch_shard._cost.fitting import TooLarge, compile_or_refuse, memory_of_program
 from torch_shard._cost.saved import saved_bytes
 from torch_shard._cost.total import Cost, costs_of
-from torch_shard._sharding import ResolvedPlan, describe_mesh, memory_of
+from torch_shard._sharding import ResolvedPlan, describe_mesh, memory_of, slices_of
 
 _SHOWN, _WIDEST = 24, 8
 
@@ -69,6 +69,8 @@ class Preview:
         exposed: Cycles in which a TPU waits for other devices: communication that the compiler's schedule does not
             hide behind arithmetic, at the published speed of the links. None where that is not known.
         exposed_by_axis: The same by axis of the mesh; by two, `"batch, model"`, where devices of both take part.
+        between_slices: Bytes that one device receives from other TPU slices, over the slower network, which are not in
+            `collective_bytes`; None where all devices are of one slice.
 
     Example:
         >>> import optax, torch, torch_shard as ts
@@ -94,6 +96,7 @@ class Preview:
     notes: tuple[str, ...] = ()
     exposed: int | None = None
     exposed_by_axis: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
+    between_slices: int | None = None
 
     @property
     def collectives(self) -> dict[str, int]:
@@ -151,6 +154,7 @@ class Preview:
         all_to_alls: int | None = None,
         cycles: float | None = None,
         exposed: float | None = None,
+        between_slices: float | None = None,
     ) -> None:
         """Refuse a step that takes more than a budget, for a user's own tests.
 
@@ -163,6 +167,7 @@ class Preview:
             all_to_alls: See there.
             cycles: By the TPU compiler's estimate.
             exposed: Cycles in which a TPU waits for other devices.
+            between_slices: Bytes that one device receives from other slices.
 
         Raises:
             AssertionError: It takes more; the modules that take most of it are named, and parameters that are not
@@ -178,6 +183,7 @@ class Preview:
             ("all-to-alls", all_to_alls, found["all-to-all"], _by_kind("all-to-all")),
             ("cycles", cycles, self.cycles, _by_cycles),
             ("cycles of communication that is waited for", exposed, self.exposed or 0, _by_received),
+            ("bytes between slices", between_slices, self.between_slices or 0, None),
         ]
         lines = [
             f"{value:,} {what}, at most {most:,.0f} allowed. Most of it: {self._most(measure)}."
@@ -230,6 +236,8 @@ class Preview:
                 table.add_row(kind, f"{number:,}", _size(received))
         table.add_section()
         table.add_row("all", f"{sum(self.collectives.values()):,}", _size(self.collective_bytes))
+        if self.between_slices is not None:
+            table.add_row("between slices", "", _size(self.between_slices))
         if self.exposed:
             share = self.exposed / (self.cycles + self.exposed)
             axes = ", ".join(f"{axis} {cycles / 1e6:.1f}" for axis, cycles in self.exposed_by_axis.items() if cycles)
@@ -319,6 +327,7 @@ def preview_of(
         notes=said,
         exposed=exposed,
         exposed_by_axis=waited or {},
+        between_slices=int(sum(cost.between_slices for cost in costs)) if len(set(slices_of(plan.mesh))) > 1 else None,
     )
 
 

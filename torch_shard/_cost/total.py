@@ -6,7 +6,7 @@ Cycles are XLA:TPU's own `estimated_cycles`, without communication; a kernel wri
 import dataclasses
 from collections.abc import Iterator
 
-from torch_shard._cost.collectives import KINDS, Collective, collective_of, identity
+from torch_shard._cost.collectives import KINDS, Collective, between_slices, collective_of, identity
 from torch_shard._cost.flops import flops_of
 from torch_shard._cost.hlo import Hlo, Instruction
 from torch_shard._cost.memory_traffic import Traffic
@@ -34,6 +34,7 @@ class Cost:
         memory_bytes: Read from the device's memory and written to it.
         collective: What it receives from other devices, each time.
         largest: Bytes of its largest result, and what that is.
+        between_slices: Bytes from other TPU slices, all times together.
     """
 
     label: str
@@ -44,6 +45,7 @@ class Cost:
     memory_bytes: float = 0.0
     collective: Collective | None = None
     largest: tuple[float, str] = (0.0, "")
+    between_slices: float = 0.0
 
     @property
     def received_bytes(self) -> float:
@@ -86,6 +88,8 @@ class Walk:
                     yield from self.computation(called, times)
             elif instruction.kind in KINDS:
                 yield from self._collective(instruction, times, self.hlo.label(instruction))
+            elif (num_bytes := between_slices(instruction)) or instruction.op in ("send", "recv"):
+                yield Cost(self.hlo.label(instruction), instruction.op, times, between_slices=num_bytes * times)
             else:
                 if instruction.op in ("fusion", "async-start"):
                     for called in self.hlo.called(instruction):

@@ -221,13 +221,14 @@ def to_cpu(value: torch.Tensor | jax.Array) -> torch.Tensor:
 
 
 class BatchLayout:
-    """Placement of the leaves of a batch: the leading dim over one axis, or as a given spec says.
+    """Placement of the leaves of a batch: the leading dim over some axes, or as a given spec says.
 
     Args:
         mesh: The devices.
-        spec: Of all leaves, by default the leading dim over the axis `batch`; or of some by the names of their places,
+        spec: Of all leaves, by default the leading dim over the axes of rows; or of some by the names of their places,
             as in `{"targets.**": P()}`, and of the others the default.
         context: Over which axis leaves that have a sequence are split along it, where `spec` does not say it all.
+        rows: Axes, where neither says them; by default `batch`.
 
     Raises:
         TypeError: It is something else.
@@ -235,7 +236,12 @@ class BatchLayout:
     """
 
     def __init__(
-        self, mesh: Mesh, spec: PartitionSpec | Mapping[str, PartitionSpec] | None, context: Context | None = None
+        self,
+        mesh: Mesh,
+        spec: PartitionSpec | Mapping[str, PartitionSpec] | None,
+        context: Context | None = None,
+        *,
+        rows: tuple[str, ...] | None = None,
     ) -> None:
         self.mesh = check_mesh(mesh)
         self.apart: dict[str, BatchLayout] = {}
@@ -248,6 +254,8 @@ class BatchLayout:
         self.context, self._follows_plan = context, spec is None and context is not None
         if spec is None and context is not None:
             spec = PartitionSpec(context.rows_on(mesh) or None)
+        if spec is None and rows is not None:
+            spec = PartitionSpec(rows)
         if spec is None and "batch" not in mesh.axis_names:
             raise ValueError(
                 f"{caller()}: batches are split over the mesh axis 'batch', but mesh {describe_mesh(mesh)} has none. "

@@ -3,6 +3,7 @@
 # PyTorch annotates some of its functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
+import dataclasses
 import math
 from collections.abc import Collection
 from typing import Literal, cast
@@ -86,8 +87,8 @@ def hsdp(
 ) -> ShardingPlan:
     """Split every matrix within groups of devices, each group holding a whole model: hybrid sharding.
 
-    Gathers stay within a group, whose devices are near; between groups only gradients are summed. Give the step
-    `batch_spec=P(("replica", "batch"))`, so that each device has its own rows; with
+    Gathers stay within a group, whose devices are near; between groups only gradients are summed. Rows of a batch
+    are split over both axes, if the step has no other `batch_spec`. With
     `optimizer_plan=ts.plans.fsdp(model, mesh, fsdp=("batch", "replica"))` the groups share the update too.
 
     Args:
@@ -103,10 +104,11 @@ def hsdp(
     Example:
         >>> import torch, torch_shard as ts
         >>> ts.plans.hsdp(torch.nn.Linear(4, 8), ts.make_mesh(replica=2, batch=4))
-        ShardingPlan({'weight': P('batch', None), 'bias': P()})
+        ShardingPlan({'weight': P('batch', None), 'bias': P()}, rows=('replica', 'batch'))
     """
     model = _check(model, mesh, strict, replicate=replicate, fsdp=fsdp)
-    return plan_of(model, _decide(model, mesh, fsdp=fsdp), strict=strict)
+    plan = plan_of(model, _decide(model, mesh, fsdp=fsdp), strict=strict)
+    return dataclasses.replace(plan, rows=(*names_of(replicate), *names_of(fsdp)))
 
 
 @error_prefix("plans.tp")

@@ -37,6 +37,7 @@ from torch_shard._sharding.mesh import (
     has_three_axes,
     make_mesh,
     refuse_compile_only,
+    slices_of,
 )
 from torch_shard._sharding.patterns import make_matcher
 from torch_shard._sharding.pipeline import Pipeline, Schedule, Stages
@@ -106,6 +107,7 @@ __all__ = [
     "row_sharding",
     "shared_memory",
     "shared_storage",
+    "slices_of",
     "spec_in_use",
     "stack_dicts",
     "stack_sharding",

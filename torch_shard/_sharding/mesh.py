@@ -3,6 +3,7 @@
 # JAX and PyTorch annotate some of their functions in part.
 # pyright: reportUnknownMemberType=false
 
+import collections
 import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +21,13 @@ from torch_shard._sharding.topology import is_compile_only, topology_devices
 
 
 @public
-def make_mesh(devices: Sequence[Device] | None = None, *, topology: str | None = None, **axis_sizes: int) -> Mesh:
+def make_mesh(
+    devices: Sequence[Device] | None = None,
+    *,
+    topology: str | None = None,
+    num_slices: int | None = None,
+    **axis_sizes: int,
+) -> Mesh:
     """Lay devices out as a mesh with named axes, in the order given.
 
     Uses the first devices, as many as the product of the sizes; the others stay idle.
@@ -30,8 +37,10 @@ def make_mesh(devices: Sequence[Device] | None = None, *, topology: str | None =
         topology: Instead of devices, the name of accelerators that this machine need not have, such as `"v5e:16x16"`,
             `"v5p:8x8x8"` or `"h100:8"`: steps on such a mesh compile, and tell what they would take
             (`step.preview`, `step.lower`); nothing can be put there. Needs the extra `tpu` or `cuda`.
-        **axis_sizes: Number of devices along each axis, by axis name (any name but `devices` and `topology`).
-            One of them may be -1: as many as the other axes leave.
+        num_slices: With `topology`, how many such TPU slices, which a slower network joins.
+        **axis_sizes: Number of devices along each axis, by axis name (any name but those above). One of them may be -1:
+            as many as the other axes leave. Where devices lie in several slices, the first axis goes from slice to
+            slice, and the others stay within one.
 
     Returns:
         A mesh whose axes are all Auto: XLA chooses the shardings inside a step.
@@ -48,12 +57,13 @@ def make_mesh(devices: Sequence[Device] | None = None, *, topology: str | None =
         {'batch': 4, 'model': 2}
     """
     _check_sizes(axis_sizes)
-    available = _available(devices, topology)
+    available = _available(devices, topology, num_slices)
     sizes = _fill_in(axis_sizes, len(available))
     required = math.prod(sizes)
     if required > len(available) and topology is not None:
         raise ValueError(
-            f"make_mesh: {_join(axis_sizes)} needs {required} devices, but {topology!r} has {len(available)}. "
+            f"make_mesh: {_join(axis_sizes)} needs {required} devices, but {_named(topology, num_slices)} has "
+            f"{len(available)}. "
             "Choose sizes whose product is at most that, or a larger topology."
         )
     if required > len(available):
@@ -63,22 +73,53 @@ def make_mesh(devices: Sequence[Device] | None = None, *, topology: str | None =
             f'jax.config.update("jax_num_cpu_devices", {required}) before JAX starts '
             "(with JAX_PLATFORMS=cpu where JAX sees accelerators)."
         )
-    return _laid_out(sizes, tuple(axis_sizes), available[:required])
+    try:
+        return _laid_out(sizes, tuple(axis_sizes), available[:required])
+    except AssertionError as error:  # JAX's, of devices that are no box of the machine
+        raise ValueError(
+            f"make_mesh: {_join(axis_sizes)} takes {required} of {len(available)} devices, which JAX cannot lay out on "
+            f"such a machine. Choose sizes whose product is {len(available)}, or give devices= yourself."
+        ) from error
 
 
-def _available(devices: object, topology: str | None) -> list[Device]:
+def _named(topology: str, num_slices: int | None) -> str:
+    return repr(topology) if num_slices is None else f"{topology!r} with num_slices={num_slices}"
+
+
+def _available(devices: object, topology: str | None, num_slices: int | None) -> list[Device]:
+    if num_slices is not None and (topology is None or type(num_slices) is not int or num_slices < 1):
+        raise ValueError(
+            f"make_mesh: num_slices must be a positive integer beside topology=, got {num_slices!r}. Devices that a "
+            "machine has say themselves in which slice they lie."
+        )
     if topology is None:
         check_started()
         return list(cast(Sequence[Device], jax.devices())) if devices is None else as_devices(devices)
     if devices is not None:
         raise ValueError("make_mesh: give devices or a topology, not both.")
-    return topology_devices(topology)
+    return topology_devices(topology, num_slices)
+
+
+def slices_of(mesh: Mesh) -> list[int]:
+    """In which slice each device lies, in the mesh's order; all in one where nothing says so."""
+    return [int(getattr(device, "slice_index", 0) or 0) for device in mesh.devices.flat]
 
 
 def _laid_out(sizes: tuple[int, ...], names: tuple[str, ...], devices: list[Device]) -> Mesh:
     """A mesh of these sizes, neighbours of the machine along its axes as far as JAX can have that."""
     given: Any = devices
     auto = (AxisType.Auto,) * len(sizes)
+    in_slice = collections.Counter(getattr(device, "slice_index", 0) or 0 for device in devices)
+    if (num := len(in_slice)) > 1:
+        if sizes[0] % num or len(set(in_slice.values())) > 1:
+            raise ValueError(
+                f"make_mesh: {_join(dict(zip(names, sizes, strict=True)))} takes devices of {num} slices, over which "
+                f"the first axis goes: {names[0]} must be a multiple of {num}. Put an axis of that size first, as in "
+                f"make_mesh(replica={num}, ...)."
+            )
+        within, between = (sizes[0] // num, *sizes[1:]), (num, *(1 for _ in sizes[1:]))
+        grid = mesh_utils.create_hybrid_device_mesh(within, between, given, allow_split_physical_axes=True)
+        return Mesh(grid, names, axis_types=auto)
     try:
         return jax.make_mesh(sizes, names, axis_types=auto, devices=given)
     except NotImplementedError:  # an axis would run along a part of an axis of the machine

@@ -65,6 +65,7 @@ class ShardingPlan:
         context: Over which axis a step splits the sequence of the batch, and how attention finds all keys; None for
             none.
         pipeline: Over which axis the repeated layers are split into stages; None for none.
+        rows: The axes over which a step splits the rows of the batch, if it is given no `batch_spec`; None for `batch`.
 
     Raises:
         TypeError: A rule is neither a string nor a compiled regex, or its spec is not a `PartitionSpec`.
@@ -87,6 +88,7 @@ class ShardingPlan:
     stored: Forms = field(default_factory=dict[str, Form], kw_only=True)
     context: Context | None = field(default=None, kw_only=True)
     pipeline: Pipeline | None = field(default=None, kw_only=True)
+    rows: tuple[str, ...] | None = field(default=None, kw_only=True)
 
     def __post_init__(self):
         for what in ("rules", "activations", "reasons", "ranks", "stored"):
@@ -94,6 +96,7 @@ class ShardingPlan:
             object.__setattr__(self, what, MappingProxyType(dict(getattr(self, what))))
         check_kind("context", self.context, Context | None)
         check_kind("pipeline", self.pipeline, Pipeline | None)
+        check_kind("rows", self.rows, tuple | None)
         rules = self._specs
         faults = [_find_type_fault(_quote(key), key, spec) for key, spec in self.rules.items()]
         faults += [] if self.default is None else [_find_type_fault("default", "", self.default)]
@@ -134,6 +137,7 @@ class ShardingPlan:
             stored={**self._forms, **edits._forms},
             context=edits.context or self.context,
             pipeline=edits.pipeline or self.pipeline,
+            rows=edits.rows or self.rows,
             ranks=dict(self.ranks) | ranks,
         )
 
@@ -145,11 +149,11 @@ class ShardingPlan:
 
     def __hash__(self):
         tables = (frozenset(table.items()) for table in (self.rules, self.activations, self._forms))
-        return hash((self.default, self.context, self.pipeline, *tables))
+        return hash((self.default, self.context, self.pipeline, self.rows, *tables))
 
     def __reduce__(self):  # a mappingproxy can be neither copied nor pickled
         fields = {what: dict(getattr(self, what)) for what in ("activations", "reasons", "ranks", "stored")}
-        fields |= {what: getattr(self, what) for what in ("default", "context", "pipeline")}
+        fields |= {what: getattr(self, what) for what in ("default", "context", "pipeline", "rows")}
         return partial(ShardingPlan, **fields), (dict(self.rules),)
 
     def __repr__(self):
@@ -160,6 +164,7 @@ class ShardingPlan:
         more = f", activations={{{asked}}}" * bool(asked) + f", stored={{{forms}}}" * bool(forms)
         more += f", context={self.context}" * (self.context is not None)
         more += f", pipeline={self.pipeline}" * (self.pipeline is not None)
+        more += f", rows={self.rows}" * (self.rows is not None)
         return f"ShardingPlan({{{rules}}}{default}{more})"
 
     def __rich__(self) -> Table:

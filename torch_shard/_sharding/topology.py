@@ -112,11 +112,12 @@ _LIBTPU = {  # or it asks a server of Google's cloud where it is, and wants to b
 }
 
 
-def topology_devices(topology: object) -> list[Device]:
+def topology_devices(topology: object, num_slices: int | None = None) -> list[Device]:
     """The devices of a topology that this machine need not have.
 
     Args:
         topology: Such as `"v5e:16x16"` or `"h100:8"`.
+        num_slices: How many such TPU slices.
 
     Raises:
         ValueError: There is no such topology.
@@ -124,10 +125,12 @@ def topology_devices(topology: object) -> list[Device]:
     """
     chip, _, shape = topology.partition(":") if isinstance(topology, str) else ("", "", "")
     if chip in GPUS and shape.isdecimal() and int(shape):
+        if num_slices is not None:
+            raise ValueError(f"{caller()}: num_slices= is for TPUs, whose slices a slow network joins.")
         _require("jax_cuda12_plugin", "cuda", f"{chip}:{shape}")
         return _gpus(GPUS[chip], int(shape))
     if chip in TPUS and shape and all(size.isdecimal() and int(size) for size in shape.split("x")):
-        return _tpus(chip, shape)
+        return _tpus(chip, shape, num_slices)
     raise _unknown(topology)
 
 
@@ -162,8 +165,9 @@ def _require(module: str, extra: str, topology: str) -> None:
         )
 
 
-def _tpus(chip: str, shape: str) -> list[Device]:
+def _tpus(chip: str, shape: str, num_slices: int | None) -> list[Device]:
     name, options = f"{chip}:{shape}", dict[str, Any](TPUS[chip].options)
+    options |= {} if num_slices is None else {"num_slices": num_slices}
     if jax.default_backend() != "tpu":  # there, libtpu is loaded and knows where it is
         _require("libtpu", "tpu", name)
     sizes = [int(size) for size in shape.split("x")]

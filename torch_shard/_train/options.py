@@ -168,7 +168,7 @@ class StepOptions:
 
     def batch_layout(self) -> BatchLayout:
         """Give the placement of the leaves of a batch."""
-        return BatchLayout(self.mesh, self.batch_spec, self.plan.context)
+        return BatchLayout(self.mesh, self.batch_spec, self.plan.context, rows=self.plan.rows)
 
     def layers(self, plan: ResolvedPlan, moments: ResolvedPlan, names: list[str]) -> LayerOptions:
         """Give what concerns repeated layers, for a model with entries of these names.
