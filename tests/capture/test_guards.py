@@ -361,7 +361,7 @@ def test_what_the_loss_itself_changes(depends: bool) -> None:
         count[0] += 1
         return model(batch).square().mean() * (count[0] if depends else 1)
 
-    step = sgd_step(nn.Linear(8, 8), loss)
+    step = sgd_step(nn.Linear(8, 8), loss, look_again=True)
     state, _ = step(step.init(), torch.ones(8, 8))
     if depends:
         with pytest.raises(NotImplementedError, match=r"another function when it is called again\. count has"):

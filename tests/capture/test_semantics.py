@@ -12,7 +12,7 @@ from tests.oracles.eager import assert_follows, eager_trajectory
 from tests.tables import semantics
 from tests.tables.cases import Case
 
-AT_ONCE = 4  # a program of all would take as long as they take together, and be one test
+AT_ONCE = 5  # a program of all would take as long as they take together, and be one test
 TABLES = {name: getattr(semantics, name) for name in ("AUTOGRAD", "WRITES", "STATE", "PARAMETERS", "CONTROL")}
 PARTS = [(name, start) for name, table in TABLES.items() for start in range(0, len(table), AT_ONCE)]
 
@@ -40,10 +40,11 @@ def side_by_side(cases: list[Case]) -> Case:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own jvp
+@pytest.mark.parametrize("look_again", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("table", "start"), PARTS)
-def test_equals_eager_torch(table: str, start: int) -> None:
+def test_equals_eager_torch(table: str, start: int, look_again: bool) -> None:
     case = side_by_side(TABLES[table][start : start + AT_ONCE])
-    assert_follows(case, case.model(), eager_trajectory(case, num_steps=2), (4, 2))
+    assert_follows(case, case.model(), eager_trajectory(case, num_steps=2), (4, 2), look_again=look_again)
 
 
 def test_adapters_inside_of_forward_see_the_parameters_that_they_close_over() -> None:

@@ -66,6 +66,7 @@ def assert_follows(
     sizes: Any,
     *,
     seconds: list[float] | None = None,
+    look_again: bool = False,
 ) -> Any:
     """A training step on a mesh gives the losses, gradients, parameters and buffers of `trajectory`; returns it.
 
@@ -75,8 +76,10 @@ def assert_follows(
         trajectory: Of eager torch.
         sizes: Of the mesh.
         seconds: Gets the time of each step.
+        look_again: Whether the step looks at the loss again before its second call, which costs a capture.
     """
-    step = ts.make_train_step(model, case.loss_fn, optimizer(), mesh=make_mesh(sizes), plan=case.plan)
+    options = {"mesh": make_mesh(sizes), "plan": case.plan, "look_again": look_again}
+    step = ts.make_train_step(model, case.loss_fn, optimizer(), **options)
     state = step.init(seed=0)
     for batch, wanted in zip(case.batches(len(trajectory)), trajectory, strict=True):
         start = time.perf_counter()

@@ -405,7 +405,7 @@ def _are_equal(found: TorchOptState, state: TorchOptState) -> bool:
 
 
 def _on_host(value: Any) -> torch.Tensor:
-    return value if isinstance(value, torch.Tensor) else torch.from_numpy(np.asarray(value))
+    return value.cpu() if isinstance(value, torch.Tensor) else torch.from_numpy(np.asarray(value))
 
 
 def _fresh(slot: str, param: Any, struct: jax.ShapeDtypeStruct) -> Any:
