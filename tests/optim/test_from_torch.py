@@ -192,6 +192,16 @@ def test_sgd_without_momentum_keeps_no_state_as_in_torch() -> None:
     assert step.export_optimizer(state) == optimizer.state_dict()
 
 
+def test_a_parameter_that_no_step_has_reached_has_no_state_also_in_another_process() -> None:
+    x, model = torch.randn(8, 4), Late()
+    made = [step_of(model, lambda m, x: mean_square(m.first, x), optim.AdamW(model.parameters())) for _ in range(2)]
+    state, _ = made[0](made[0].init(), x)
+    assert sorted(made[1].export_optimizer(state)["state"]) == [0, 1]  # of first; made[1] has compiled nothing
+    reaching = step_of(model, optimizer=optim.AdamW(model.parameters()))
+    with pytest.raises(ValueError, match=r"the loss reaches late.weight, late.bias, which steps so far have not"):
+        reaching(state, x)
+
+
 def test_adagrad_has_a_state_before_its_first_step_as_in_torch() -> None:
     model = nn.Linear(4, 4)
     optimizer = optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)

@@ -6,7 +6,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,11 +51,14 @@ class TorchOptState:
         steps: Steps taken by each parameter group, and by each parameter that began later than its group, int32
             `(num_counts,)`.
         kept: Other numbers of each of these, by torch's name, `(num_counts,)`: `mu_product` of NAdam, `eta` of ASGD.
+        taken: Steps taken by each parameter, int32 `(num_params,)`, in the optimizer's order: fewer than its group's
+            where a loss has not reached it.
         slots: What is kept for each parameter, by torch's name for it, then by the parameter's: `exp_avg`, ...
     """
 
     steps: jax.Array
     kept: dict[str, jax.Array]
+    taken: jax.Array
     slots: dict[str, Mapping[str, jax.Array]]
 
 
@@ -191,13 +194,33 @@ class TorchOptimizer:
         if self.optimizer.state is self._adopted:
             return
         found = self.load(values)
-        if found is None or not _are_equal(found, state):
+        if found is None or not _are_equal(found, state, counts=self.rule.counts):
             raise ValueError(
                 f"{caller()}: a state was loaded into the optimizer (load_state_dict) after step.init, and the state "
                 "of this run has other moments. Call step.init() after it, and train on with what that returns; with "
                 "a checkpoint, optimizer.load_state_dict(step.export_optimizer(state))."
             )
         self._adopted = self.optimizer.state
+
+    def refuse_late(self, state: TorchOptState, without: Collection[str]) -> None:
+        """Refuse parameters that a loss reaches which earlier ones have not.
+
+        Args:
+            state: Of the run.
+            without: Parameters that the loss does not reach.
+
+        Raises:
+            ValueError: torch would begin some at step 0, where their group has gone further.
+        """
+        steps, taken = np.asarray(state.steps), np.asarray(state.taken)
+        pairs = zip(self._count_of.items(), taken, strict=True)
+        late = [name for (name, at), num in pairs if name not in without and num != steps[at]]
+        if late and self.rule.counts:
+            raise ValueError(
+                f"{caller()}: the loss reaches {', '.join(late[:8])}, which steps so far have not: torch counts its "
+                "steps from here on, and this state has one count for its group. Go on by way of torch: "
+                "optimizer.load_state_dict(step.export_optimizer(state)), step.export(state), and a new step of these."
+            )
 
     # What is read of torch at each step
 
@@ -250,7 +273,8 @@ class TorchOptimizer:
                     slots.setdefault(slot, {})[name] = value
         num = len(self._groups)
         kept = {name: jnp.full((num,), value, self._kept_dtype) for name, value in self.rule.kept.items()}
-        return TorchOptState(jnp.zeros((num,), jnp.int32), kept, dict[str, Mapping[str, jax.Array]](slots))
+        taken = jnp.zeros((len(self._count_of),), jnp.int32)
+        return TorchOptState(jnp.zeros((num,), jnp.int32), kept, taken, dict[str, Mapping[str, jax.Array]](slots))
 
     def _flags_of(self, name: str) -> Flags:
         return self._flags[self._groups[self._count_of[name]]]
@@ -261,7 +285,14 @@ class TorchOptimizer:
         return self.rule.slots(tensor, flags)
 
     def update(
-        self, grads: Stacks, state: TorchOptState, params: Stacks, inputs: jax.Array, *, layout: Layout
+        self,
+        grads: Stacks,
+        state: TorchOptState,
+        params: Stacks,
+        inputs: jax.Array,
+        *,
+        layout: Layout,
+        without: Collection[str] = (),
     ) -> tuple[Stacks, TorchOptState]:
         """One step.
 
@@ -271,12 +302,20 @@ class TorchOptimizer:
             params: Stored like `grads`.
             inputs: What `read` has written to `inputs`, `(num_groups, num_numbers)`.
             layout: How results are stored.
+            without: Parameters without a gradient: they and what is kept for them stay as they are.
         """
         scalars, kept = self._coefficients(state, inputs)
-        new = dataclasses.replace(state, steps=state.steps + 1, kept=kept)
-        rows = StoredUpdate(
-            self.rule, {name: (scalars[at], self._flags_of(name)) for name, at in self._count_of.items()}
+        reached = [name not in without for name in self._count_of]
+        counts = {at for name, at in self._count_of.items() if name not in without}
+        moves = np.array([at in counts for at in range(len(self._groups))])
+        new = dataclasses.replace(
+            state,
+            steps=state.steps + moves.astype(np.int32),
+            kept={name: jnp.where(moves, value, state.kept[name]) for name, value in kept.items()},
+            taken=state.taken + np.array(reached, np.int32),
         )
+        given = {n: (scalars[at], self._flags_of(n)) for n, at in self._count_of.items() if n not in without}
+        rows = StoredUpdate(self.rule, given)
         if self.rule.by_element or not layout.kept:
             params, slots = rows.updated(grads, state.slots, params)
             return params, dataclasses.replace(new, slots=slots)
@@ -313,10 +352,11 @@ class TorchOptimizer:
             return None
         fresh = jax.eval_shape(self.init, {name: struct_of(value) for name, value in values.items()})
         steps = np.zeros(len(self._groups), np.int32)
+        taken = np.array([_steps_of(found[name]) for name in self._count_of], np.int32)
         kept = {name: np.full(len(self._groups), value, self._kept_dtype) for name, value in self.rule.kept.items()}
         for number, members in enumerate(self._members):
             own = {n: found[n] for n in members if self._count_of.get(n) == number and found[n]}
-            steps[number] = self._one(own, number, lambda state: state["step"] if self.rule.counts else 1)
+            steps[number] = self._one(own, number, _steps_of)
             for name in kept:
                 if own:
                     kept[name][number] = self._one(own, number, lambda state, name=name: state[name])
@@ -324,7 +364,7 @@ class TorchOptimizer:
             slot: {name: found[name].get(slot, _fresh(slot, values[name], s)) for name, s in by_name.items()}
             for slot, by_name in fresh.slots.items()
         }
-        return TorchOptState(steps, kept, slots)  # pyright: ignore[reportArgumentType]  (host values, to be placed)
+        return TorchOptState(steps, kept, taken, slots)  # pyright: ignore[reportArgumentType]  (host values, to be placed)
 
     def _one(self, states: Mapping[str, Mapping[str, Any]], number: int, read: Callable[[Any], Any]) -> float:
         values = {name: float(read(state)) for name, state in states.items()}
@@ -336,23 +376,18 @@ class TorchOptimizer:
             )
         return next(iter(values.values()), 0.0)
 
-    def state_dict(self, state: TorchOptState, *, without: Sequence[str] = ()) -> dict[str, Any]:
-        """The state and the groups as `optimizer.state_dict()` has them: by number, in torch's order, on the CPU.
-
-        Args:
-            state: Of a step.
-            without: Parameters that no loss has reached, which torch would leave out of its steps.
-        """
+    def state_dict(self, state: TorchOptState) -> dict[str, Any]:
+        """The state and the groups as `optimizer.state_dict()` has them: by number, in torch's order, on the CPU."""
         groups = self.optimizer.state_dict()["param_groups"]
-        steps, kept = np.asarray(state.steps), {name: np.asarray(values) for name, values in state.kept.items()}
+        kept = {name: np.asarray(values) for name, values in state.kept.items()}
+        taken = dict(zip(self._count_of, np.asarray(state.taken).tolist(), strict=True))
         found: dict[int, dict[str, torch.Tensor]] = {}
         for group, members in zip(groups, self._members, strict=True):
             for place, name in zip(group["params"], members, strict=True):
                 count = self._count_of.get(name)
-                num = 0 if count is None or name in without else steps[count]
-                if count is None or not (num or self.rule.from_start):
+                if count is None or not (taken[name] or self.rule.from_start):
                     continue
-                own = {"step": torch.tensor(float(num))} if self.rule.counts else {}
+                own = {"step": torch.tensor(float(taken[name]))} if self.rule.counts else {}
                 own |= {key: torch.tensor(float(values[count])) for key, values in kept.items()}
                 own |= {s: to_host(values[name]) for s, values in state.slots.items() if name in values and s != SLOT}
                 found |= {place: own} if own else {}
@@ -394,14 +429,23 @@ class TorchOptimizer:
         return {name: jnp.asarray(copy.detach().numpy()) for name, copy in copies.items()}
 
 
-def _are_equal(found: TorchOptState, state: TorchOptState) -> bool:
-    """Tell whether a state from torch is that of a run."""
-    leaves = [jax.tree.map(np.asarray, (own.steps, own.kept)) for own in (found, state)]
+def _are_equal(found: TorchOptState, state: TorchOptState, *, counts: bool) -> bool:
+    """Tell whether a state from torch is that of a run; not all optimizers of torch count steps."""
+    most = np.iinfo(np.int32).max if counts else 1
+    leaves = [
+        (np.minimum(own.steps, most), np.minimum(own.taken, most), jax.tree.map(np.asarray, own.kept))
+        for own in (found, state)
+    ]
     numbers = zip(*(jax.tree.leaves(own) for own in leaves), strict=True)
     if not all(np.array_equal(a, b) for a, b in numbers):
         return False
     pairs = [(s, n) for s, by_name in found.slots.items() if s != SLOT for n in by_name]
     return all(torch.equal(_on_host(found.slots[s][n]), to_host(state.slots[s][n])) for s, n in pairs)
+
+
+def _steps_of(state: Mapping[str, Any]) -> float:
+    """How many steps torch has taken with a parameter; 1 or more of an optimizer that does not count."""
+    return float(state["step"]) if "step" in state else float(bool(state))
 
 
 def _on_host(value: Any) -> torch.Tensor:

@@ -21,7 +21,8 @@ class StoredUpdate:
 
     Attributes:
         rule: The rule.
-        given: For each parameter that is updated its coefficients and flags; those of one group share them.
+        given: For each parameter that is updated its coefficients and flags; those of one group share them. Others stay
+            as they are, and what is kept for them.
     """
 
     rule: Rule
@@ -60,9 +61,10 @@ class StoredUpdate:
     ) -> tuple[jax.Array, Slots]:
         """The update of a stored array, whose rows have the same flags."""
         grad, param = given
+        held = {n: _kept(values, names) for n, values in slots.items() if names[0] in values}
         if names[0] not in self.given:
-            return param, {}
-        entry = Entry(grad, param, {n: _kept(values, names) for n, values in slots.items() if names[0] in values})
+            return param, held
+        entry = Entry(grad, param, held)
         scalars = [self.given[name][0] for name in names]
         update = functools.partial(update_tensor, self.rule, self.given[names[0]][1])
         if len(names) == 1:

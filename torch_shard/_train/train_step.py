@@ -238,6 +238,8 @@ class TrainStep(Step):
         program, arrays = self._prepare(batch, state, skip_grad_norm)
         own, others = self._own(state)
         self._update.refuse_loaded(own.opt_state, self._held)
+        if not program.num_calls:
+            self._update.refuse_late(own.opt_state, program.without_grad)
         state, metrics = program(self._layout.normal(own), arrays)
         state = dataclasses.replace(state, opt_state=self._labeled(state.opt_state, others))
         self._update.note_step()
@@ -353,9 +355,7 @@ class TrainStep(Step):
             1.0
         """
         check_state(state)
-        unreached = [set(program.without_grad) for program in self.programs]
-        without = sorted(set[str]().union(*unreached))
-        return self._update.state_dict(self._own(state)[0].opt_state, without=without)
+        return self._update.state_dict(self._own(state)[0].opt_state)
 
     @error_prefix(None)
     def values_on_mesh(self, names: Iterable[str]) -> dict[str, jax.Array]:

@@ -102,7 +102,12 @@ class Update:
             raise ValueError("averaged: the step keeps no averages. Make it with ema=0.999, or what decay you want.")
         return average_of(opt_state)
 
-    def state_dict(self, opt_state: PyTree, *, without: Sequence[str]) -> dict[str, Any]:
+    def refuse_late(self, opt_state: PyTree, without_grad: Sequence[str]) -> None:
+        """Refuse parameters that a loss reaches which earlier ones have not, where torch would begin them at step 0."""
+        if self._torch is not None:
+            self._torch.refuse_late(opt_state, without_grad)
+
+    def state_dict(self, opt_state: PyTree) -> dict[str, Any]:
         """The state as torch has it.
 
         Raises:
@@ -113,7 +118,7 @@ class Update:
                 "export_optimizer: the step was made with an optax transformation, whose state is state.opt_state. "
                 "Only a step that was made with an optimizer of torch gives its state back to torch."
             )
-        return self._torch.state_dict(opt_state, without=without)
+        return self._torch.state_dict(opt_state)
 
     def in_program(
         self,
@@ -139,9 +144,8 @@ class Update:
         """
         decay = self._options.ema
         if self._torch is not None:
-            updated, new = self._torch.update(grads, opt_state, params, inputs[-1], layout=layout)
-            new = new if decay is None else average_unchanged(opt_state, new, params, without_grad, decay)
-            return updated.updated({name: params[name] for name in without_grad}), new
+            updated, new = self._torch.update(grads, opt_state, params, inputs[-1], layout=layout, without=without_grad)
+            return updated, new if decay is None else average_unchanged(opt_state, new, params, without_grad, decay)
 
         def update(grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> PyTree:
             with in_optimizer("update"):

@@ -45,7 +45,7 @@ def draw(seed: int) -> tuple[About, list[tuple[str, int]]]:
     )
     events, on_mesh = list[tuple[str, int]](), False
     for _ in range(random_.randint(4, 8)):
-        what = pick(IN_TORCH if not on_mesh else RARE if random_.random() < 0.1 else ON_MESH)
+        what = pick(IN_TORCH if not on_mesh else RARE if random_.random() < 0.05 else ON_MESH)
         on_mesh = what == "begin" or (on_mesh and what != "export")
         events.append((what, random_.randint(1, 3)))
     return about, events
