@@ -2,6 +2,7 @@
 
 import os
 import struct
+import time
 
 import jax
 import numpy as np
@@ -91,6 +92,47 @@ def test_metrics_and_evaluation(step, tmp_path):
         (r["batch"], pytest.approx(r["loss"])) for r in train
     ]
     assert [e.step for e in events.Scalars("eval/loss")] == [4, 6]
+
+
+@pytest.mark.parametrize("log_every", [1, 3])
+def test_no_speed_is_above_that_of_the_loader(step, tmp_path, log_every):
+    """Also of records beside an evaluation, a checkpoint and the end."""
+    pause_s = 0.03
+
+    def slowly(position):
+        for _ in range(99):
+            time.sleep(pause_s)
+            yield DATA[:8]
+
+    with ts.Checkpointer(tmp_path / "saved", every=5) as checkpointer:
+        ts.fit(
+            step,
+            None,
+            slowly,
+            steps=12,
+            log=tmp_path / "log",
+            log_every=log_every,
+            eval_loader=loader(),
+            eval_every=4,
+            checkpointer=checkpointer,
+            prefetch=1,
+            progress=False,
+        )
+    speeds = [record.get("samples_per_s", 0.0) for record in read_metrics(tmp_path / "log" / "metrics.jsonl")]
+    assert sum(speed > 0 for speed in speeds) >= 12 // log_every - 1
+    assert max(speeds) < 2 * 8 / pause_s  # of a batch that was there already, and one that was not
+
+
+def test_without_a_terminal_there_are_lines(step):
+    with open(os.devnull, "w") as nowhere:
+        console = Console(record=True, width=140, file=nowhere)
+        state = ts.fit(step, step.init(seed=0), loader(), steps=2, progress=console)
+        ts.fit(step, state, loader(), steps=4, progress=console)
+        lines = console.export_text().splitlines()
+    assert [line.split("  ")[0] for line in lines] == [
+        *("fit: begins, 2 batches", "fit: 1 of 2", "fit: 2 of 2"),
+        *("fit: goes on from batch 2 of 4 batches", "fit: 3 of 4", "fit: 4 of 4"),
+    ]
 
 
 def test_progress_shows_loss_speed_and_the_last_evaluation(step):

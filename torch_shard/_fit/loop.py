@@ -118,14 +118,18 @@ class Loop:
         self.begun = placed
         if self.position < self.proved_until:
             self._prove(placed)
+        is_done = self.reports.look()
         num_compiles, start = self.step.num_compiles, time.perf_counter()
         rates = self.schedule.rates(self.step.optimizer)
         self.state, metrics = self.step(self.state, placed, skip_grad_norm=self.guard.skip_grad_norm)
         self.begun, self.position = None, self.position + 1
+        compiling = time.perf_counter() - start if self.step.num_compiles > num_compiles else 0.0
+        self.reports.leave_out(0.0 if is_done else compiling)  # which is between the last record and what follows
         self.reports.flush()  # of the batch before, while this one is computed
+        self.reports.leave_out(compiling if is_done else 0.0)
         self.reports.expect(self.position, placed, metrics, rates)
-        if self.step.num_compiles > num_compiles:
-            self._note_compilation(placed, time.perf_counter() - start)
+        if compiling:
+            self._note_compilation(placed, compiling)
         self.ahead.fill()
         began = functools.partial(first_non_finite, self.step, placed)
         if self.explains:
@@ -167,21 +171,23 @@ class Loop:
         state, position = self.state, self.position
         if self.due.replicas and position % self.due.replicas == 0:
             self.sound = False
-            assert_replica_integrity(state)
+            self.reports.flush()
+            with self.reports.paused():
+                assert_replica_integrity(state)
             self.sound = True
-            self.reports.pause()
         every = self.due.evaluation
         if self.evaluation and (position == self.steps or (every and position % every == 0)):
             self.reports.flush()
-            found = self.evaluation(state)
+            with self.reports.paused():
+                found = self.evaluation(state)
             self.reports.add_evaluation(position, found)
             self.schedule.evaluated(found)
             self.told.tell("on_eval", found)
         if self.checkpointer is not None and position % self.checkpointer.every == 0:
             self.reports.flush(every=True)
-            self.checkpointer.save(state, metrics=self.reports.numbers, notes=self._notes())
-            self.told.tell("on_save")
-            self.reports.pause()
+            with self.reports.paused():
+                self.checkpointer.save(state, metrics=self.reports.numbers, notes=self._notes())
+                self.told.tell("on_save")
 
     def _heed(self) -> None:
         """Stop where a callback has asked for it."""

@@ -1,10 +1,11 @@
 """Reports of a run while it trains: a bar, metrics.jsonl and TensorBoard."""
 
+import contextlib
 import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch_shard._common.types import PyTree
 from torch_shard._train import ShardedBatch
 
 METRICS = "metrics.jsonl"
+
+_LINE_EVERY_S = 10.0
 
 
 class MetricsLog:
@@ -100,7 +103,7 @@ def _amount(placed: ShardedBatch) -> tuple[str, int]:
 
 
 class Bar:
-    """A progress bar with the latest numbers, within a `with`.
+    """A progress bar with the latest numbers, within a `with`; where there is no terminal, a line every ten seconds.
 
     Args:
         show: Whether to show it, or the console to show it on.
@@ -117,12 +120,17 @@ class Bar:
             TextColumn("{task.fields[numbers]}", table_column=whole),
             TimeRemainingColumn(elapsed_when_finished=True, table_column=whole),
         )
-        console = show if isinstance(show, Console) else None
-        self._progress = Progress(*columns, console=console, disable=show is False)
+        self._console = show if isinstance(show, Console) else Console()
+        is_live = self._console.is_terminal or self._console.is_jupyter
+        self._lines, self._said, self._start, self._steps = show is not False and not is_live, -math.inf, start, steps
+        self._progress = Progress(*columns, console=self._console, disable=show is False or not is_live)
         self._task = self._progress.add_task("compiling", total=steps, completed=start, numbers="")
 
     def __enter__(self) -> "Bar":
         self._progress.start()
+        if self._lines:
+            begun = f"goes on from batch {self._start:,} of" if self._start else "begins,"
+            self._console.print(f"fit: {begun} {self._steps:,} batches", highlight=False)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -130,8 +138,12 @@ class Bar:
 
     def update(self, position: int, numbers: Mapping[str, float]) -> None:
         """Show where the run stands."""
-        shown = (_brief(name, value) for name, value in numbers.items())
-        self._progress.update(self._task, completed=position, description="training", numbers="  ".join(shown))
+        shown = "  ".join(_brief(name, value) for name, value in numbers.items())
+        self._progress.update(self._task, completed=position, description="training", numbers=shown)
+        now = time.perf_counter()
+        if self._lines and (now - self._said >= _LINE_EVERY_S or position == self._steps):
+            self._said = now
+            self._console.print(f"fit: {position:,} of {self._steps:,}  {shown}", highlight=False, soft_wrap=True)
 
 
 def _brief(name: str, value: float) -> str:
@@ -149,14 +161,21 @@ class Reports:
     def __init__(self, bar: Bar, log: MetricsLog | None, log_every: int, start: int) -> None:
         self._bar, self._log, self._log_every = bar, log, log_every
         self._pending: tuple[int, ShardedBatch, Mapping[str, PyTree], Mapping[str, float]] | None = None
-        self._since = start, math.nan  # where the clock was last read, and when; not before what compiles is done
+        self._since = start, math.nan  # the batch of the last record, and when it was done; not before what compiles is
+        self._done: float | None = None  # when the pending batch was, if that was seen
         self.numbers: dict[str, float] = {}
 
     def expect(
         self, position: int, placed: ShardedBatch, metrics: Mapping[str, PyTree], known: Mapping[str, float]
     ) -> None:
         """Note the metrics of a batch, which may still be computed, and what is known on the host."""
-        self._pending = position, placed, metrics, known
+        self._pending, self._done = (position, placed, metrics, known), None
+
+    def look(self) -> bool:
+        """Note the time if the pending batch is computed, before another one is begun; returns whether it is."""
+        if self._pending is not None and self._done is None and self._pending[2]["loss"].is_ready():
+            self._done = time.perf_counter()
+        return self._done is not None
 
     def flush(self, *, every: bool = False) -> None:
         """Wait for the noted metrics, and tell of them.
@@ -175,7 +194,7 @@ class Reports:
         if not is_due:
             return
         unit, amount = _amount(placed)
-        (last, then), now = self._since, time.perf_counter()
+        (last, then), now = self._since, self._done or time.perf_counter()
         self._since = position, now
         speed = {} if math.isnan(then) else {f"{unit}_per_s": amount * (position - last) / (now - then)}
         self.numbers |= speed
@@ -196,7 +215,6 @@ class Reports:
         if self._log is not None:
             self._log.write("eval", position, found)
         self._show(position)
-        self.pause()
 
     def add(self, position: int, numbers: Mapping[str, float]) -> None:
         """Write down more numbers."""
@@ -223,6 +241,15 @@ class Reports:
         """Write no more, where that may be what has failed; `numbers` goes on."""
         self._log = None
 
-    def pause(self) -> None:
-        """Leave out of the speed what took time since the last batch."""
-        self._since = self._since[0], time.perf_counter()
+    @contextlib.contextmanager
+    def paused(self) -> Generator[None, None, None]:
+        """Leave out of the speed what is done within, when the pending batch is done."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.leave_out(time.perf_counter() - start)
+
+    def leave_out(self, seconds: float) -> None:
+        """Leave out of the speed time in which nothing was trained: an evaluation, a compilation."""
+        self._since = self._since[0], self._since[1] + seconds
