@@ -1,4 +1,4 @@
-"""What `print` shows of an object that `rich.print` shows as a table or a group."""
+"""What `print` and notebooks show of an object that `rich.print` shows as a table or a group."""
 
 import io
 
@@ -16,3 +16,15 @@ def printed(shown: RenderableType, width: int) -> str:
     with console.capture() as text:
         console.print(shown)
     return text.get()
+
+
+class InNotebooks:
+    """An object with `__rich__`, which notebooks show so, too."""
+
+    def _repr_html_(self) -> str:
+        console = Console(file=io.StringIO(), width=132, record=True, force_jupyter=False)
+        console.print(self)
+        return console.export_html(inline_styles=True, code_format=_HTML)
+
+
+_HTML = '<pre style="line-height: normal; font-family: monospace">{code}</pre>'

@@ -14,7 +14,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from torch_shard._common.printed import printed
+from torch_shard._common.printed import InNotebooks, printed
 from torch_shard._common.types import PyTree
 from torch_shard._cost.by_module import COMPILER, ModuleCost, ModulePaths
 from torch_shard._cost.collectives import KINDS
@@ -53,7 +53,7 @@ class PreviewMemory:
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class Preview:
+class Preview(InNotebooks):
     """The memory, collectives and arithmetic of a step on each device; printed, tables. From `step.preview`.
 
     Attributes:

@@ -16,7 +16,7 @@ from torch_shard._capture import is_fake
 from torch_shard._common.caller import error_prefix, public
 from torch_shard._common.convert import struct_of
 from torch_shard._common.files import replacing
-from torch_shard._common.printed import printed
+from torch_shard._common.printed import InNotebooks, printed
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_file, check_kind
 from torch_shard._common.wrappers import unwrapped
@@ -29,7 +29,7 @@ SUFFIXES = (".svg", ".png")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Drawing:
+class Drawing(InNotebooks):
     """A picture of which devices hold what: printed by rich or as a string, saved as a file, shown by a notebook.
 
     Attributes:

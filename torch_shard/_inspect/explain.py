@@ -11,6 +11,7 @@ from rich.text import Text
 
 from torch_shard._capture import Captured, Precision, Reads, capture
 from torch_shard._common.caller import public
+from torch_shard._common.printed import InNotebooks
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._common.wrappers import check_module
@@ -37,7 +38,7 @@ class Operator:
 
 
 @dataclasses.dataclass(frozen=True)
-class Explanation:
+class Explanation(InNotebooks):
     """Findings of `explain_capture`; print it with `rich.print`.
 
     Attributes:

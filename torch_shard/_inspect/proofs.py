@@ -5,7 +5,7 @@ import dataclasses
 from rich.table import Table
 
 from torch_shard._common.caller import error_prefix
-from torch_shard._common.printed import printed
+from torch_shard._common.printed import InNotebooks, printed
 from torch_shard._train import Comparison, Difference
 
 KINDS = ("loss", "metric", "gradient", "parameter", "buffer")
@@ -56,7 +56,7 @@ class Proof:
 
 
 @dataclasses.dataclass(frozen=True)
-class Proofs:
+class Proofs(InNotebooks):
     """Findings of `ts.prove`; print them with `rich.print` or `print`.
 
     Attributes:

@@ -18,6 +18,7 @@ from rich.text import Text
 from torch.nn.parameter import is_lazy
 
 from torch_shard._common.caller import public
+from torch_shard._common.printed import InNotebooks
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._common.wrappers import unwrapped
@@ -40,7 +41,7 @@ _Key: TypeAlias = _Rule | None  # of a rule; None is the default's
 
 
 @dataclass(frozen=True, repr=False)
-class ShardingPlan:
+class ShardingPlan(InNotebooks):
     """Rules that give every entry of a model, by its `state_dict` name, a `PartitionSpec`.
 
     A rule is an exact name, a glob over dotted segments (`*` is any text within one segment, `**` any

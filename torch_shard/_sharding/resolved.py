@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from rich.console import Console
+from rich.console import RenderableType
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from torch_shard._common.printed import InNotebooks, printed
 from torch_shard._sharding.activations import Constraint
 from torch_shard._sharding.context import Context
 from torch_shard._sharding.forms import Form, Kept, Padded
@@ -73,7 +74,7 @@ class ResolvedEntry:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ResolvedPlan(Mapping[str, NamedSharding]):
+class ResolvedPlan(InNotebooks, Mapping[str, NamedSharding]):
     """Shardings by name, as `ShardingPlan.resolve` gives them; printed, a table with bytes per device.
 
     JAX takes plain dicts for trees: give it `dict(resolved)`. Sums of bytes take a tie once, and are
@@ -171,12 +172,9 @@ class ResolvedPlan(Mapping[str, NamedSharding]):
         return table
 
 
-def print_wide(table: object) -> str:
+def print_wide(table: RenderableType) -> str:
     """Text of what rich can print, so wide that no name is folded."""
-    console = Console(width=10_000, color_system=None, force_jupyter=False)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get().rstrip("\n")
+    return printed(table, 10_000).rstrip("\n")
 
 
 def _describe_bytes(num_bytes: int | None) -> str:

@@ -6,15 +6,18 @@
 # pyright: reportUnknownVariableType=false
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, cast
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import ArrayLike
+from rich.filesize import decimal
 
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import host_array, struct_of
@@ -36,7 +39,7 @@ from torch_shard._sharding import (
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class TrainState:
     """All that a training run carries from step to step: a pytree of sharded arrays.
 
@@ -79,6 +82,18 @@ class TrainState:
     num_batches: jax.Array
     unsaved: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
     wide: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+
+    def __repr__(self) -> str:
+        counts = [f"{len(getattr(self, kind))} {kind}" for kind in KINDS if getattr(self, kind)]
+        arrays = [leaf for leaf in jax.tree.leaves(self) if isinstance(getattr(leaf, "sharding", None), Sharding)]
+        size = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in arrays)
+        return f"TrainState({', '.join([*self._stands(), *counts, f'{decimal(size)} a device'])})"
+
+    def _stands(self) -> list[str]:
+        """Where the run stands, as far as the host can know it."""
+        if not isinstance(self.step, jax.Array) or isinstance(self.step, jax.core.Tracer):
+            return ["of shapes"]
+        return ["donated"] if self.step.is_deleted() else [f"step={int(self.step)}"]
 
     @property
     def tensors(self) -> Stacks:

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from torch_shard._common.caller import error_prefix
 from torch_shard._common.convert import host_array
-from torch_shard._common.printed import printed
+from torch_shard._common.printed import InNotebooks, printed
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_number
 from torch_shard._device import to_cpu
@@ -54,7 +54,7 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class Comparison(InNotebooks):
     """Differences that `compare_with_torch` found; print it with `rich.print` or `print`.
 
     Attributes:

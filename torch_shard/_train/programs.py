@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import operator
 import re
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -320,13 +321,15 @@ class StepProgram:
             if self._is_shared:
                 begin_run()
             return self._jitted(state, arrays, closure)
-        structs = jax.tree.map(_struct, (state, arrays))  # before they are donated
+        structs, start = jax.tree.map(_struct, (state, arrays)), time.perf_counter()  # before they are donated
         with self._cold.active(), partitioner_refusals(cast(Mesh, self._sharding.mesh)):
             if self._is_shared and self.agree is not None:
                 self.agree(state, closure=self._tensors, lowered=self.lower(state, arrays))
                 begin_run()
             out = self._jitted(state, arrays, closure)
         self._cold, self._structs = None, structs
+        shown = ", ".join(str(array.shape) for array in arrays[:8])
+        logger.info("%s: compiled in %.1f s, for a batch of %s", caller(), time.perf_counter() - start, shown)
         return out
 
 

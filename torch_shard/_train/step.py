@@ -10,6 +10,7 @@ import jax
 import jax.export
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
+from rich.filesize import decimal
 
 from torch_shard._capture import Mismatch
 from torch_shard._common.caller import error_prefix
@@ -38,6 +39,7 @@ from torch_shard._sharding import (
     ResolvedPlan,
     axes_of,
     check_current_mesh,
+    describe_mesh,
     describe_spec,
     holdings,
     in_form_of,
@@ -112,6 +114,17 @@ class Step:
         stages = find_stages(self.model, groups, self.plan, moments=self.optimizer_plan, data_axes=data_axes)
         plan, moments = (dataclasses.replace(plan, stages=stages) for plan in (self.plan, self.optimizer_plan))
         return plan, moments, dataclasses.replace(layers, stages=stages)
+
+    def __repr__(self) -> str:
+        entries = [entry for entry in self.plan.entries.values() if entry.tied_to is None]
+        size = sum(entry.count_bytes(entry.local_shape) or 0 for entry in entries)
+        of = [type(self.model).__name__, f"{sum(p.numel() for p in self._held.params.values()):,} parameters"]
+        of += [*self._more(), f"mesh={describe_mesh(self.mesh)}", f"{decimal(size)} of entries a device"]
+        return f"{type(self).__name__}({', '.join(of)})"
+
+    def _more(self) -> list[str]:
+        """What else its `repr` says."""
+        return []
 
     @property
     def programs(self) -> tuple[StepProgram, ...]:

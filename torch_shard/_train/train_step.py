@@ -137,6 +137,11 @@ class TrainStep(Step):
         with self._cache.active():
             return self._layout.init_opt_state(Stacks.from_dict(params, self._layout.params))
 
+    def _more(self) -> list[str]:
+        optimizer = self._update.optimizer
+        is_torchs = isinstance(optimizer, torch.optim.Optimizer)
+        return [f"optimizer={type(optimizer).__name__ if is_torchs else 'of optax'}"]
+
     @error_prefix("init")
     def init(self, *, seed: int = 0, donate: bool = False) -> TrainState:
         """The state at step 0: the module's present values on their shards, fresh moments, a random key.

@@ -21,7 +21,7 @@ from torch import nn
 
 from torch_shard._common.caller import caller, public
 from torch_shard._common.files import replacing
-from torch_shard._common.printed import printed
+from torch_shard._common.printed import InNotebooks, printed
 from torch_shard._common.types import Device
 from torch_shard._common.validate import check_file
 from torch_shard._common.wrappers import check_module
@@ -74,7 +74,7 @@ class Choice:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Tuning:
+class Tuning(InNotebooks):
     """Findings of `tune`; printed, a table.
 
     Attributes:
