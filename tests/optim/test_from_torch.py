@@ -259,9 +259,9 @@ def test_a_parameter_without_a_state_begins_at_step_0_as_in_torch(kind: str) -> 
         loss.backward()
         optimizer.step()
 
+    step = step_of(model, optimizer=optimizer)
     for _ in range(3):
         eager(mean_square(model.first, x))
-    step = step_of(model, optimizer=optimizer)
     state = step.init()
     for _ in range(2):
         state, _ = step(state, x)

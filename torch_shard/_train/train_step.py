@@ -92,7 +92,7 @@ class TrainStep(Step):
             self.model,
             self._held,
             self.plan,
-            self._update.init,
+            lambda params: self._update.init(params),  # anew each time: JAX keeps the shapes that a function has given
             groups=groups,
             moments=self.optimizer_plan,
             trained=self._trained,
