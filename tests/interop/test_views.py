@@ -13,6 +13,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.derivatives import X, assert_close, torch_grad, wavy
+from tests.oracles.steps import step_of
 from torch_shard.collectives import axis_size
 
 
@@ -82,3 +83,33 @@ def test_a_view_within_one_call_is_captured_for_each_size_of_an_axis() -> None:
 
     for found, size in zip(ts.jax_jit(lambda x: ts.call_jax(both, x))(torch.ones(3)), (2, 3), strict=True):
         assert_close(found, torch.full((size,), float(size)))
+
+
+class WithJax(nn.Module):
+    """JAX on what a layer gives and on a parameter, among CPU tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.linspace(0.5, 2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ts.call_jax(lambda a, w: jnp.tanh(a) * w, self.layer(x), self.scale) + self.layer.bias
+
+
+def test_jax_within_a_model_trains_is_proved_and_exported() -> None:
+    x, model = torch.randn(8, 4), WithJax()
+    step = step_of(model)
+    state, _ = step(step.init(), x)
+    step.prove(state, x).raise_if_different()
+    exported = step.export(state)
+    wanted = torch.tanh(exported.layer(x)) * exported.scale + exported.layer.bias
+    assert exported(x).device.type == "cpu"
+    torch.testing.assert_close(exported(x), wanted, rtol=1e-5, atol=1e-6)  # two ways to compute tanh in float32
+    exported(x).sum().backward()
+    assert exported.scale.grad is not None
+    assert exported.scale.grad.device.type == "cpu"
+
+
+def test_torch_takes_arrays_of_numpy() -> None:
+    np.testing.assert_allclose(ts.call_torch(torch.sin, np.ones(3, np.float32)), np.sin(np.ones(3)), rtol=1e-6)

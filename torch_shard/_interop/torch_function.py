@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 
 from torch_shard._capture import (
@@ -249,6 +250,7 @@ class TorchFunction:
 
     def __call__(self, key: Key, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         leaves, tree = flatten((args, kwargs))
+        leaves = [jax.numpy.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
         is_array = tuple(isinstance(leaf, jax.Array) or hasattr(leaf, "__jax_array__") for leaf in leaves)
         static = tuple(leaf for leaf, array in zip(leaves, is_array, strict=True) if not array)
         arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]

@@ -160,11 +160,12 @@ def call_jax(fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> P
 
     Args:
         fn: A JAX function of pytrees of arrays, an optax transformation's `update` for example.
-        *args: Pytrees of tensors and of anything else that `fn` takes. CPU tensors are moved to the jax device.
+        *args: Pytrees of tensors, on the CPU or the jax device, and of anything else that `fn` takes.
         **kwargs: Pytrees that `fn` takes by name, treated as those by position are.
 
     Returns:
-        What `fn` returns, its arrays as jax-device tensors. Gradients flow through, by `jax.vjp`.
+        What `fn` returns, its arrays as tensors: on the CPU if all tensors that it was given are, else on the jax
+        device. Gradients flow through, by `jax.vjp`.
 
     Example:
         >>> import torch, jax.numpy as jnp, torch_shard as ts
@@ -172,7 +173,11 @@ def call_jax(fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> P
         [2.0, 2.0]
     """
     check_kind("fn", fn, Callable, hint="Give a function of arrays.")
-    return call_pure(lambda key, /, *args, **kwargs: fn(*args, **kwargs), args, kwargs, random=False)
+    found = call_pure(lambda key, /, *args, **kwargs: fn(*args, **kwargs), args, kwargs, random=False)
+    tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+    if current_mode() is not None or not tensors or any(is_fake(t) or t.device.type != "cpu" for t in tensors):
+        return found
+    return jax.tree.map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, found)
 
 
 @public
