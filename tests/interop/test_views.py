@@ -9,6 +9,7 @@ import optax
 import pytest
 import torch
 import torch.nn.functional as F
+from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
@@ -113,3 +114,35 @@ def test_jax_within_a_model_trains_is_proved_and_exported() -> None:
 
 def test_torch_takes_arrays_of_numpy() -> None:
     np.testing.assert_allclose(ts.call_torch(torch.sin, np.ones(3, np.float32)), np.sin(np.ones(3)), rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own hessian
+def test_forward_mode_gives_torchs_derivatives() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(3, 3), torch.tensor([0.0, 1.0, 2.0])
+
+    def of_torch(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(layer(x)) * x.relu()  # whose derivative at 0 is a choice
+
+    def of_jax(x: jax.Array) -> jax.Array:
+        return ts.call_torch(of_torch, x)
+
+    array, key = jnp.asarray(x.numpy()), jax.random.key(0)
+    near = {"rtol": 1e-5, "atol": 1e-6}  # float32
+    np.testing.assert_allclose(jax.jacfwd(of_jax)(array), torch.func.jacrev(of_torch)(x).detach(), **near)
+    wanted = torch.func.hessian(lambda x: of_torch(x).sum())(x).detach()
+    np.testing.assert_allclose(jax.hessian(lambda x: of_jax(x).sum())(array), wanted, **near)
+    np.testing.assert_allclose(jax.jit(jax.hessian(lambda x: of_jax(x).sum()))(array), wanted, **near)
+    tangent = jax.grad(lambda x: jax.jvp(of_jax, (x,), (jnp.ones(3),))[1].sum())(array)
+    np.testing.assert_allclose(tangent, torch.func.hessian(lambda x: of_torch(x).sum())(x).detach().sum(0), **near)
+    pair = jax.jvp(lambda x: ts.call_torch(lambda a: (a * 2, a.argmax()), x), (array,), (array,))[1]
+    np.testing.assert_allclose(pair[0], 2 * array)
+    assert pair[1].dtype == jax.dtypes.float0
+    dropped, moved = jax.jvp(lambda x: ts.call_torch(nn.functional.dropout, x, key=key), (jnp.ones(9),), (jnp.ones(9),))
+    np.testing.assert_array_equal(dropped, moved)  # the same are dropped
+
+
+def test_torch_within_an_eager_shard_map() -> None:
+    mesh = ts.make_mesh(batch=8)
+    mapped = jax.shard_map(lambda x: ts.call_torch(torch.sin, x), mesh=mesh, in_specs=P("batch"), out_specs=P("batch"))
+    np.testing.assert_allclose(mapped(jnp.arange(8.0)), np.sin(np.arange(8.0)), rtol=1e-6, atol=1e-7)

@@ -6,6 +6,7 @@ parameters) is read anew by whoever traces: see `Closure`.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,6 +50,7 @@ class FlatFunction:
         # Caches of its own: one of the class would keep every callable, and its programs, forever.
         self.differentiable = functools.cache(self._differentiable)
         self.vjp = functools.cache(self._vjp)
+        self.jvp = functools.cache(self._jvp)
 
     def _current(
         self, arrays: Sequence[jax.Array], needs_grad: tuple[bool, ...]
@@ -168,10 +170,7 @@ class FlatFunction:
         def gradients(*inputs: torch.Tensor) -> Any:
             primals, cotangents = inputs[: len(wanted)], inputs[len(wanted) :]
             again = any(t.requires_grad for t in inputs)
-            primals = [
-                p.detach().requires_grad_() if want and not p.requires_grad else p
-                for p, want in zip(primals, wanted, strict=True)
-            ]
+            primals = _with_grad(primals, wanted)
             with repeating():
                 results = fn(*primals)[0]
             outputs = [o for o, is_given in zip(results, given, strict=True) if is_given]
@@ -187,18 +186,70 @@ class FlatFunction:
 
         return FlatFunction(gradients, f"the derivative of {self.what}", is_derived=True)
 
+    def _jvp(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> "FlatFunction":
+        """`(*primals, *tangents of the wanted ones) -> (*outputs, *tangents of the given outputs)`.
+
+        By the derivative of a backward pass, which is linear in its cotangents: forward mode of PyTorch does not go
+        through what calls `torch.autograd.grad` itself, as derivatives here do.
+        """
+        fn = self.fn
+
+        def pushed(*inputs: torch.Tensor) -> Any:
+            primals, tangents = inputs[: len(wanted)], inputs[len(wanted) :]
+            again = any(t.requires_grad for t in inputs)
+            primals = _with_grad(primals, wanted)
+            with repeating():
+                results = fn(*primals)[0]
+            outputs = [o for o, is_given in zip(results, given, strict=True) if is_given]
+            moving = [o for o in outputs if o.requires_grad]
+            cotangents = [torch.zeros_like(o, requires_grad=True) for o in moving]
+            moved = iter(_derivatives(moving, [*itertools.compress(primals, wanted)], cotangents, tangents, again))
+            none = (torch.zeros_like(o) for o in outputs)
+            found = [next(moved) if o.requires_grad else zero for o, zero in zip(outputs, none, strict=True)]
+            return [*results, *found], None
+
+        return FlatFunction(pushed, f"the derivative of {self.what}", is_derived=True)
+
+
+def _with_grad(primals: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor]:
+    return [
+        p.detach().requires_grad_() if want and not p.requires_grad else p
+        for p, want in zip(primals, wanted, strict=True)
+    ]
+
+
+def _derivatives(
+    outputs: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor],
+    tangents: Sequence[torch.Tensor],
+    again: bool,
+) -> Sequence[torch.Tensor]:
+    """The tangents of outputs, where leaves have these."""
+    if not outputs:
+        return []
+    options: Any = {"allow_unused": True, "materialize_grads": True}
+    grads = torch.autograd.grad(outputs, leaves, cotangents, create_graph=True, **options)
+    pairs = [(grad, tangent) for grad, tangent in zip(grads, tangents, strict=True) if grad.requires_grad]
+    if not pairs:
+        return [torch.zeros_like(o) for o in outputs]
+    moving, given = zip(*pairs, strict=True)
+    return torch.autograd.grad(moving, cotangents, given, create_graph=again, **options)
+
 
 def _with_torch_derivative(
     function: FlatFunction, needs_grad: tuple[bool, ...], closure: "_Tensors", autocast: ActiveRegions
 ) -> Callable[..., list[jax.Array]]:
     num_arrays = len(needs_grad)
 
-    @jax.custom_vjp
-    def call(key: Key, *inputs: jax.Array) -> list[jax.Array]:
+    def run(key: Key, *inputs: jax.Array) -> list[jax.Array]:
         arrays = inputs[:num_arrays]
         with autocast.entered(), Reader(closure, inputs[num_arrays:], partial=True).active():
             outputs = function.run(key, arrays, needs_grad)
         return map_together(outputs, arrays) if any(needs_grad) else outputs
+
+    call = jax.custom_vjp(run)
+    pushed = jax.custom_jvp(run)
 
     def forward(key: Any, *primals: Any) -> Any:
         inputs = [p.value for p in primals]
@@ -222,8 +273,41 @@ def _with_torch_derivative(
         grads = (sum_shares(next(shares), a) if w else None for a, w in zip(arrays, wanted, strict=True))
         return None, *grads, *(None for _ in values)
 
+    def push(primals: Any, tangents: Any) -> Any:
+        key, arrays, values = primals[0], primals[1 : 1 + num_arrays], primals[1 + num_arrays :]
+        outputs = jax.eval_shape(run, *primals)
+        wanted, given = (
+            tuple(jax.numpy.issubdtype(a.dtype, jax.numpy.inexact) for a in of) for of in (arrays, outputs)
+        )
+        chosen = itertools.compress(tangents[1 : 1 + num_arrays], wanted)
+        with autocast.entered(), Reader(closure, values, CLOSURE.token, partial=True).active():
+            found = function.jvp(wanted, given).apply(key, *arrays, *chosen)
+        results, moved = found[: len(given)], iter(found[len(given) :])
+        none = (np.zeros(o.shape, jax.dtypes.float0) for o in results)
+        return results, [next(moved) if g else zero for g, zero in zip(given, none, strict=True)]
+
+    def either(key: Key, *inputs: jax.Array) -> list[jax.Array]:
+        """In reverse mode; in forward mode where JAX is in that."""
+        if any(map(_is_pushed, inputs)):
+            return pushed(key, *inputs)
+        try:
+            return call(key, *inputs)
+        except NotImplementedError as error:  # of an eager jax.shard_map, within which nothing is differentiated
+            if "symbolic_zeros support with shard_map" not in str(error):
+                raise
+            return run(key, *inputs)
+
     call.defvjp(forward, backward, symbolic_zeros=True)
-    return call
+    pushed.defjvp(push)
+    return either
+
+
+def _is_pushed(array: Any) -> bool:
+    """Tell whether JAX pushes a tangent forward along with an array, which only the class of its tracers says."""
+    is_pulled = (
+        type(getattr(array, "tangent", None)).__name__ == "JaxprTracer"
+    )  # where grad is a jvp that is transposed
+    return type(array).__name__ == "JVPTracer" and not is_pulled
 
 
 class _Tensors(tuple[torch.Tensor, ...]):
