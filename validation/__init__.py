@@ -7,6 +7,8 @@
 | `python -m validation.hf_families.report --write` | docs/hf_plans.md: plans of transformers | 10 minutes |
 | `python -m validation.operators.coverage --write` | docs/operators.md: PyTorch's own samples | an hour |
 | `python -m validation.fuzz --seeds 0:1000` | random programs against eager torch | 2 s a program |
+| `python -m validation.lives --seeds 0:500` | random lives of runs against eager torch | 1 s a life |
+| `python -m validation.hf_families.random_models --seeds 0:300` | random small models of transformers | 5 s a model |
 | `pytest validation/rivals` | the benchmarks' hand-written JAX for TPUs computes what the models do | minutes |
 
 `pytest validation/zoo`, or another of these folders, runs the tests of a study, and its rows as tests.

@@ -486,6 +486,14 @@ REFUSED: dict[str, dict[str, str]] = {
         "Checkpointer(folder).save(state, metrics=[1])": "TypeError: Checkpointer.save: metrics must be a Mapping, got list. Give numbers by name.",
         'Checkpointer(folder).save(state, metrics={"a": "x"})': "TypeError: Checkpointer.save: metrics must be numbers by name, got 'a': 'x'.",
     },
+    "names of other libraries": {
+        "ts.fit(step, None, [x], epochs=1)": "TypeError: fit: epochs= is called steps=, the number of batches of the whole run (epochs * len(loader)) here.",
+        "ts.fit(step, None, [x], steps=1, max_norm=1.0)": "TypeError: fit: max_norm= is no argument of fit: it is clip_grad_norm= of make_train_step.",
+        "ts.fit(step, None, [x], steps=1, prefecth=1)": "TypeError: fit: there is no argument prefecth=. Did you mean prefetch=?",
+        "ts.make_train_step(model, mse, optax.sgd(0.1), mesh=mesh, plan=plan, gradient_accumulation_steps=2)": "TypeError: make_train_step: gradient_accumulation_steps= is called accumulate_steps= here.",
+        "ts.make_train_step(model, mse, optax.sgd(0.1), mesh=mesh, plan=plan, bf16=True, lr=0.1)": "TypeError: make_train_step: bf16= is called compute_dtype=torch.bfloat16 here. lr= is no argument of make_train_step. The optimizer has the learning rate.",
+        "ts.Checkpointer('x', save_steps=2)": "TypeError: Checkpointer: save_steps= is called every= here.",
+    },
     "fit": {
         "ts.fit(None, state, [x], steps=1)": "TypeError: fit: step must be a TrainStep, got NoneType. make_train_step gives one.",
         "fit(evaluate)": "TypeError: fit: step must be a TrainStep, got EvalStep. make_train_step gives one.",

@@ -1,0 +1,57 @@
+"""Errors of the user's own code in a capture: where they say that they came up, and what their traceback shows."""
+
+import traceback
+
+import jax
+import pytest
+import torch
+from torch import nn
+
+import torch_shard as ts
+from tests.oracles.steps import step_of
+
+
+class Narrow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 8), nn.Linear(4, 2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def words_and_frames(filtering: str) -> tuple[list[str], list[traceback.FrameSummary]]:
+    before, step = jax.config.jax_traceback_filtering, step_of(Narrow(), mesh=(1, 1))
+    state = step.init()
+    jax.config.update("jax_traceback_filtering", filtering)
+    try:
+        with pytest.raises(RuntimeError) as error:
+            step(state, torch.ones(4, 4))
+    finally:
+        jax.config.update("jax_traceback_filtering", before)
+    words = [*traceback.format_exception_only(error.value)]
+    return "".join(words).splitlines(), traceback.extract_tb(error.value.__traceback__)
+
+
+def test_an_error_ends_with_the_users_line_and_module(capfd: pytest.CaptureFixture[str]) -> None:
+    words, frames = words_and_frames("auto")
+    assert words[0].startswith("RuntimeError: ")
+    assert "[4, 8] X [4, 2]" in words[0]
+    assert words[1].startswith('In "blocks.1", Linear(in_features=4, out_features=2, bias=True), given (4, 8): File "')
+    assert words[1].endswith("in forward: x = block(x)")
+    assert words[2] == "make_train_step: the loss was captured, once, for a batch of (4, 4) torch.float32."
+    assert frames[-1].line == "x = block(x)"
+    assert not any("site-packages" in frame.filename for frame in frames)
+    assert "Traceback" not in capfd.readouterr().err  # in PyTorch's own log
+
+
+def test_all_frames_are_there_where_jax_shows_its_own() -> None:
+    assert any("site-packages" in frame.filename for frame in words_and_frames("off")[1])
+
+
+def test_adapters_too() -> None:
+    with pytest.raises(RuntimeError) as error:
+        ts.jax_jit(Narrow())(torch.ones(4, 4))
+    assert 'In "blocks.1"' in "".join(traceback.format_exception_only(error.value))
