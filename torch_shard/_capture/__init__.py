@@ -40,6 +40,7 @@ from torch_shard._capture.function_mode import (
     bound_tensors,
     current_mode,
     hold,
+    is_capturing,
     is_repeating,
     note,
     outside_capture,
@@ -59,6 +60,7 @@ from torch_shard._capture.provenance import current_user_line, is_user_file
 from torch_shard._capture.reads import Reads
 from torch_shard._capture.side_effects import NUMBERS, Change, Same, new_values
 from torch_shard._capture.trace import Aux, Captured, Spec, TensorFn, capture
+from torch_shard._capture.user_errors import leave_users_frames
 
 __all__ = [
     "DEVICE_OF",
@@ -104,12 +106,14 @@ __all__ = [
     "hold",
     "in_transform",
     "instead_of_source",
+    "is_capturing",
     "is_composite",
     "is_fake",
     "is_literal",
     "is_repeating",
     "is_user_file",
     "leave",
+    "leave_users_frames",
     "leaves_behind",
     "made_buffers",
     "meaning",

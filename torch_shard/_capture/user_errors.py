@@ -5,9 +5,7 @@ import logging
 import traceback
 from collections.abc import Callable, Generator
 from types import FrameType, TracebackType
-from typing import Any
 
-import jax
 import torch
 from torch import nn
 
@@ -32,9 +30,7 @@ def _is_no_traceback(record: logging.LogRecord) -> bool:
 
 
 def end_at_the_users_line(error: Exception, path: Callable[[nn.Module], str]) -> None:
-    """Let an error say in which line of the user's code and in which module it came up, and show the user's frames.
-
-    `jax.config.update("jax_traceback_filtering", "off")` leaves all frames, as for JAX's own.
+    """Let an error say in which line of the user's code and in which module it came up.
 
     Args:
         error: Of a capture.
@@ -47,9 +43,6 @@ def end_at_the_users_line(error: Exception, path: Callable[[nn.Module], str]) ->
     module = next((found for frame in reversed(frames) if (found := _module_called(frame)) is not None), None)
     at = "" if module is None else f'In "{path(module[0])}", {_kind(module[0])}, given {_shapes(module[1])}: '
     error.add_note(f"{at}{describe(lines[-1])}")
-    config: Any = jax.config
-    if config.jax_traceback_filtering != "off":
-        error.with_traceback(_of_users_frames(error.__traceback__))
 
 
 def _is_of_the_package(frame: FrameType) -> bool:
@@ -74,9 +67,9 @@ def _shapes(args: tuple[object, ...]) -> str:
     )
 
 
-def _of_users_frames(tb: TracebackType | None) -> TracebackType | None:
-    """The entries of a traceback that lie in the user's files."""
-    entries = list[TracebackType]()
+def leave_users_frames(error: Exception) -> None:
+    """Leave of a traceback the entries that lie in the user's files; of an error of the package itself, all."""
+    entries, tb = list[TracebackType](), error.__traceback__
     while tb is not None:
         entries.append(tb)
         tb = tb.tb_next
@@ -84,4 +77,5 @@ def _of_users_frames(tb: TracebackType | None) -> TracebackType | None:
     for entry in reversed(entries):
         if is_user_file(entry.tb_frame.f_code.co_filename):
             found = TracebackType(found, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return found
+    if found is not None and not _is_of_the_package(entries[-1].tb_frame):
+        error.__traceback__ = found

@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Generic
+from typing import Any, Generic
 
+import jax
 import torch
 
 from torch_shard._capture import (
@@ -20,6 +21,8 @@ from torch_shard._capture import (
     TensorFn,
     capture,
     depends_on_inputs,
+    is_capturing,
+    leave_users_frames,
     made_buffers,
     meaning,
     module_roots,
@@ -64,7 +67,13 @@ class Program(Generic[Aux]):
         self._inner = inner
         self._again = (fn, specs, what) if looks else None
         self._looks = Looks()
-        self.graph: Captured[Aux] = capture(fn, specs, keep=keeps_whole)
+        try:
+            self.graph: Captured[Aux] = capture(fn, specs, keep=keeps_whole)
+        except Exception as error:
+            config: Any = jax.config
+            if config.jax_traceback_filtering != "off" and not is_capturing():
+                leave_users_frames(error)
+            raise
         self._check_next_call(fn, specs, what)
         if any(node.target not in others for node in missing_lowerings(self.graph.module)):
             raise _missing_error(fn, specs, what)
