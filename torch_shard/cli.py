@@ -1,5 +1,6 @@
 """The command line: `torch-shard demo`, `run`, `preview`, `prove`, `tune`, `inspect`, `convert`, `tutorials`."""
 
+import math
 import re
 import signal
 import subprocess
@@ -111,6 +112,9 @@ def demo(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on where the run in that folder was cut off, to the bit.")
     ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Delete the checkpoints of an earlier run in that folder.")
+    ] = False,
 ) -> None:
     """Train a small GPT on the sources of Python's standard library, and prove that the numbers are torch's.
 
@@ -121,9 +125,10 @@ def demo(
     # Not at the top: matplotlib and the like are for those who ask for a demo.
     from rich.console import Console
 
+    from torch_shard._common.simulated import simulate_devices
     from torch_shard._demo.files import prepare_folder
     from torch_shard._demo.report import run_demo
-    from torch_shard._demo.run import Run, Settings, prepare, simulate_devices
+    from torch_shard._demo.run import NUM_SIMULATED, Run, Settings, prepare
     from torch_shard._demo.text import read_corpus
 
     sizes = {"num_layers": 2, "num_eval_batches": 4} if quick else {}
@@ -132,12 +137,12 @@ def demo(
         prepare_folder(out)
     except OSError as error:
         raise typer.BadParameter(f"cannot write to {out}: {error.strerror}.", param_hint="--out") from error
-    simulate_devices()
+    simulate_devices(NUM_SIMULATED)
     # A table of seven columns, folded to the 80 that rich takes for a pipe's width, is hard to read.
     console = Console()
     console = console if console.is_terminal else Console(width=132)
     try:
-        if not prepare(settings, resume=resume) and resume:
+        if not prepare(settings, resume=resume, overwrite=overwrite) and resume:
             console.print(f"Nothing to resume in {out}: a new run begins.")
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--resume" if resume else "--out") from error
@@ -240,16 +245,22 @@ def preview(
 ) -> None:
     """Compile a training step and show what it would take: memory, collectives, arithmetic, by module.
 
-    Nothing is placed on a device, and nothing runs. Exits with 1 if the program does not fit.
+    Nothing is placed on a device, and nothing runs: without --topology the CPU simulates the devices of the mesh. Exits
+    with 1 if the program does not fit.
     """
     sizes = _read_sizes(mesh)
+    if remat not in (None, "none", "dots", "block") and not (remat.isdecimal() and int(remat)):
+        raise typer.BadParameter(f"none, dots, block or bytes per device, got {remat!r}.", param_hint="--remat")
 
+    from torch_shard._common.simulated import simulate_devices
     from torch_shard._inspect import find_step
     from torch_shard._interop import register
     from torch_shard._sharding import make_mesh
 
     register()
     given: Any = int(remat) if remat and remat.isdecimal() else remat
+    if topology is None:
+        simulate_devices(math.prod(sizes.values()))
     try:
         devices = make_mesh(None, topology=topology, **sizes)
     except (ValueError, ImportError) as error:
@@ -257,8 +268,9 @@ def preview(
     try:
         step, batch = find_step(target, devices, given)
         found = step.preview(batch)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="TARGET") from error
+    except (ValueError, TypeError) as error:
+        where = "" if topology else " (On devices that the CPU simulates; --topology v5e:2x2 compiles for TPUs.)"
+        raise typer.BadParameter(f"{error}{where}", param_hint="TARGET") from error
     _show(found, 132)
     if found.limit is not None and not found.fits():
         raise typer.Exit(1)
@@ -287,13 +299,14 @@ def prove(
     """
     sizes = None if mesh is None else _read_sizes(mesh)
 
-    from torch_shard._demo.run import simulate_devices
+    from torch_shard._common.simulated import simulate_devices
+    from torch_shard._demo.run import NUM_SIMULATED
     from torch_shard._inspect import find_proved
     from torch_shard._inspect import prove as proved
     from torch_shard._interop import register
     from torch_shard._sharding import make_mesh
 
-    simulate_devices()
+    simulate_devices(NUM_SIMULATED)
     register()
     try:
         meshes = None if sizes is None else make_mesh(None, topology=None, **sizes)

@@ -1,10 +1,22 @@
-"""Devices that the CPU simulates: what they compute is waited for."""
+"""Devices that the CPU simulates: how many, and what they compute is waited for."""
 
 # JAX annotates some of its functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
+import os
+
 import jax
 from jax.core import Tracer
+
+
+def simulate_devices(num: int) -> None:
+    """Let JAX's CPU backend show so many devices, unless the user chose a number.
+
+    The number is read when that backend starts; where JAX sees accelerators it computes on those, whatever the number.
+    """
+    by_flag = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if jax.config.values["jax_num_cpu_devices"] == -1 and not by_flag:
+        jax.config.update("jax_num_cpu_devices", num)
 
 
 def wait_if_simulated(array: jax.Array) -> jax.Array:

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -76,12 +75,13 @@ class Settings:
         return {"vocab_size": len(VOCABULARY), "context": self.context, **sizes}
 
 
-def prepare(settings: Settings, *, resume: bool) -> bool:
+def prepare(settings: Settings, *, resume: bool, overwrite: bool = False) -> bool:
     """Make the folder ready for a run: as it was left, or as new.
 
     Args:
         settings: Of the run; written down beside its checkpoints.
         resume: Whether to go on with what the folder holds.
+        overwrite: Whether to delete the checkpoints of an earlier run.
 
     Returns:
         Whether there is anything to go on with.
@@ -93,6 +93,11 @@ def prepare(settings: Settings, *, resume: bool) -> bool:
     asked = {**dataclasses.asdict(settings), "out": None}
     if checkpoints.exists() and not path.exists():
         raise ValueError(f"{checkpoints} is not of a demo. Choose another folder.")
+    if not resume and not overwrite and checkpoints.exists():
+        raise ValueError(
+            f"{checkpoints} has those of an earlier run. --resume goes on with them, --overwrite deletes them; or "
+            "choose another folder."
+        )
     if not resume:
         shutil.rmtree(checkpoints, ignore_errors=True)
     elif checkpoints.exists():
@@ -108,16 +113,6 @@ def prepare(settings: Settings, *, resume: bool) -> bool:
     with replacing(path) as partial:
         partial.write_text(json.dumps(asked), encoding="utf-8")
     return False
-
-
-def simulate_devices() -> None:
-    """Let JAX's CPU backend show eight devices, unless the user chose a number.
-
-    The number is read when that backend starts; where JAX sees accelerators it computes on those, whatever the number.
-    """
-    by_flag = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if jax.config.values["jax_num_cpu_devices"] == -1 and not by_flag:
-        jax.config.update("jax_num_cpu_devices", NUM_SIMULATED)
 
 
 def choose_mesh(axis_sizes: Mapping[str, int] | None) -> Mesh:

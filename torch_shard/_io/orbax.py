@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from torch_shard._common.types import PyTree
 from torch_shard._io.integrity import reading
 from torch_shard._io.manifest import TENSORS, SavedArray
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
 
 ITEMS = (TENSORS, "rest")
 
@@ -19,7 +21,9 @@ def _item(stored: SavedArray) -> str:
     return TENSORS if stored.where == TENSORS else "rest"
 
 
-def make_orbax() -> ocp.AsyncCheckpointer:
+def make_orbax() -> "ocp.AsyncCheckpointer":
+    import orbax.checkpoint as ocp
+
     # Replicas on the devices of one process cannot share the work: cut into slices, they only take longer to copy.
     arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=jax.process_count() > 1)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
@@ -27,18 +31,22 @@ def make_orbax() -> ocp.AsyncCheckpointer:
     return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
 
 
-def _to_restore(structs: dict[str, jax.ShapeDtypeStruct]) -> ocp.args.PyTreeRestore:
+def _to_restore(structs: dict[str, jax.ShapeDtypeStruct]) -> "ocp.args.PyTreeRestore":
+    import orbax.checkpoint as ocp
+
     restore_args = ocp.checkpoint_utils.construct_restore_args(structs)
     return ocp.args.PyTreeRestore(item=structs, restore_args=restore_args, partial_restore=True)
 
 
-def to_save(arrays: Mapping[SavedArray, jax.Array]) -> ocp.args.Composite:
+def to_save(arrays: Mapping[SavedArray, jax.Array]) -> "ocp.args.Composite":
     """Arguments of orbax for a save. Arrays without elements, which orbax refuses, are in the description alone."""
+    import orbax.checkpoint as ocp
+
     return _by_item({stored: array for stored, array in arrays.items() if stored.num_bytes}, ocp.args.PyTreeSave)
 
 
 def read_arrays(
-    orbax: ocp.AsyncCheckpointer, path: Path, structs: Mapping[SavedArray, jax.ShapeDtypeStruct]
+    orbax: "ocp.AsyncCheckpointer", path: Path, structs: Mapping[SavedArray, jax.ShapeDtypeStruct]
 ) -> dict[SavedArray, jax.Array]:
     """Arrays of a checkpoint, each onto its shards.
 
@@ -59,9 +67,11 @@ def _empty(struct: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _by_item(
-    values: Mapping[SavedArray, PyTree], wrap: Callable[[dict[str, PyTree]], ocp.args.CheckpointArgs]
-) -> ocp.args.Composite:
+    values: Mapping[SavedArray, PyTree], wrap: "Callable[[dict[str, PyTree]], ocp.args.CheckpointArgs]"
+) -> "ocp.args.Composite":
     """For orbax: tensors, which can be read alone, and the rest."""
+    import orbax.checkpoint as ocp
+
     items: dict[str, dict[str, PyTree]] = {}
     for stored, value in values.items():
         items.setdefault(_item(stored), {})[stored.label] = value

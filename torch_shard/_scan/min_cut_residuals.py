@@ -9,7 +9,6 @@ partitioner of functorch (He and Yu, "Transcending runtime-memory tradeoffs", ML
 import math
 from collections.abc import Collection, Sequence
 
-import networkx
 import torch
 from torch.fx import Node
 
@@ -29,6 +28,8 @@ def min_cut_residuals(grads: Sequence[object], cotangents: Collection[Node], at_
     """
     behind = depending_on(cotangents)
     forward, read = _needed(grads, behind)
+    import networkx  # which takes a while
+
     flow = networkx.DiGraph()
     for node in forward:
         flow.add_edge((node, "in"), (node, "out"), capacity=0 if node in at_hand else _num_bytes(node))
