@@ -328,7 +328,7 @@ class StepProgram:
                 begin_run()
             out = self._jitted(state, arrays, closure)
         self._cold, self._structs = None, structs
-        shown = ", ".join(str(array.shape) for array in arrays[:8])
+        shown = ", ".join(str(leaf.shape) for leaf in jax.tree.leaves(arrays)[:8])
         logger.info("%s: compiled in %.1f s, for a batch of %s", caller(), time.perf_counter() - start, shown)
         return out
 
