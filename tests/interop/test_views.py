@@ -116,6 +116,13 @@ def test_torch_takes_arrays_of_numpy() -> None:
     np.testing.assert_allclose(ts.call_torch(torch.sin, np.ones(3, np.float32)), np.sin(np.ones(3)), rtol=1e-6)
 
 
+def test_forward_mode_is_linear_in_tangents() -> None:
+    x, t = jnp.arange(3.0), jnp.ones(3)
+    value, tangent = jax.jvp(lambda x: ts.call_torch(lambda a: a.square(), x), (x,), (t,))
+    np.testing.assert_allclose((value, tangent), (x**2, 2 * x))
+
+
+@pytest.mark.slow  # many captures
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own hessian
 def test_forward_mode_gives_torchs_derivatives() -> None:
     torch.manual_seed(0)

@@ -43,7 +43,8 @@ def draw(seed: int) -> tuple[About, list[tuple[str, int]]]:
         if model == "batch norm"
         else pick((1, 1, 2)),  # of which each microbatch has statistics of its own
     )
-    events, on_mesh = list[tuple[str, int]](), False
+    is_reached = model == "late" and pick((True, False))  # after some steps without it
+    events, on_mesh = [("eager", random_.randint(1, 3)), ("reach", 1)] if is_reached else list[tuple[str, int]](), False
     for _ in range(random_.randint(4, 8)):
         what = pick(IN_TORCH if not on_mesh else RARE if random_.random() < 0.05 else ON_MESH)
         on_mesh = what == "begin" or (on_mesh and what != "export")
