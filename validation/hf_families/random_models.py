@@ -120,6 +120,8 @@ def judge(seed: int) -> Verdict:
             wanted = _eager(copy.deepcopy(model), batches, how["options"])
     except Exception as error:  # what eager torch does not run is no model
         return Verdict("no model", f"{about}{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    if not all(np.isfinite(value).all() for value in wanted.values()):
+        return Verdict("no model", f"{about}eager torch gives what is not finite")
     with jax.enable_x64(True), any_grouped_mm():
         try:
             found = _ours(model, batches, how)
