@@ -147,7 +147,7 @@ def _capture_on_fakes(
     with calls_seen(False), fakes(explain) as (mode, capture_mode):
         changes: list[Change] = []
         try:
-            with torchs_log_silent():
+            with contextlib.nullcontext() if within else torchs_log_silent():
                 graph = _capture(fn, specs, keep=keep, mode=mode, capture_mode=capture_mode)
         except Exception as error:
             if not within:

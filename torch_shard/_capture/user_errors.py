@@ -11,7 +11,7 @@ from torch import nn
 
 from torch_shard._capture.provenance import describe, is_user_file
 
-_SEEN = "torch_shard"
+_PACKAGE = "torch_shard"
 _FAKE_TENSORS = logging.getLogger("torch._subclasses.fake_tensor")
 
 
@@ -46,7 +46,7 @@ def end_at_the_users_line(error: Exception, path: Callable[[nn.Module], str]) ->
 
 
 def _is_of_the_package(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == _SEEN
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == _PACKAGE
 
 
 def _module_called(frame: FrameType) -> tuple[nn.Module, tuple[object, ...]] | None:
@@ -62,9 +62,8 @@ def _kind(module: nn.Module) -> str:
 
 
 def _shapes(args: tuple[object, ...]) -> str:
-    return (
-        ", ".join(str(tuple(a.shape)) if isinstance(a, torch.Tensor) else type(a).__name__ for a in args) or "nothing"
-    )
+    shown = (str(tuple(a.shape)) if isinstance(a, torch.Tensor) else type(a).__name__ for a in args)
+    return ", ".join(shown) or "nothing"
 
 
 def leave_users_frames(error: Exception) -> None:

@@ -304,9 +304,8 @@ def _with_torch_derivative(
 
 def _is_pushed(array: Any) -> bool:
     """Tell whether JAX pushes a tangent forward along with an array, which only the class of its tracers says."""
-    is_pulled = (
-        type(getattr(array, "tangent", None)).__name__ == "JaxprTracer"
-    )  # where grad is a jvp that is transposed
+    # Where JAX makes a gradient of a jvp that it transposes, the tangent is such a tracer.
+    is_pulled = type(getattr(array, "tangent", None)).__name__ == "JaxprTracer"
     return type(array).__name__ == "JVPTracer" and not is_pulled
 
 

@@ -101,20 +101,25 @@ def _available(devices: object, topology: str | None, num_slices: int | None) ->
 
 
 def slices_of(mesh: Mesh) -> list[int]:
-    """In which slice each device lies, in the mesh's order; all in one where nothing says so."""
-    return [int(getattr(device, "slice_index", 0) or 0) for device in mesh.devices.flat]
+    """In which TPU slice each device lies, in the mesh's order; other devices are all in one."""
+    return list(map(_slice_of, mesh.devices.flat))
+
+
+def _slice_of(device: Any) -> int:
+    return int(getattr(device, "slice_index", 0) or 0) if device.platform == "tpu" else 0  # of GPUs, it is a host
 
 
 def _laid_out(sizes: tuple[int, ...], names: tuple[str, ...], devices: list[Device]) -> Mesh:
     """A mesh of these sizes, neighbours of the machine along its axes as far as JAX can have that."""
     given: Any = devices
     auto = (AxisType.Auto,) * len(sizes)
-    in_slice = collections.Counter(getattr(device, "slice_index", 0) or 0 for device in devices)
+    in_slice = collections.Counter(map(_slice_of, devices))
     if (num := len(in_slice)) > 1:
         if sizes[0] % num or len(set(in_slice.values())) > 1:
             raise ValueError(
                 f"make_mesh: {_join(dict(zip(names, sizes, strict=True)))} takes devices of {num} slices, over which "
-                f"the first axis goes: {names[0]} must be a multiple of {num}. Put an axis of that size first, as in "
+                f"the first axis goes: {names[0]} must be a multiple of {num}, and each slice give as many devices "
+                f"(found {', '.join(map(str, in_slice.values()))}). Put an axis of that size first, as in "
                 f"make_mesh(replica={num}, ...)."
             )
         within, between = (sizes[0] // num, *sizes[1:]), (num, *(1 for _ in sizes[1:]))
