@@ -41,7 +41,7 @@ def read_summary(out):
 def test_demo_trains_proves_and_shows(finished):
     result, out = finished
     assert result.exit_code == 0, result.stderr
-    for part in ("ShardingPlan on mesh (batch=4, model=2)", "CPU 0, 2, 4, 6", "5/5", "The proof holds", str(out)):
+    for part in ("ShardingPlan on mesh (batch=4, model=2)", "CPU 0, 2, 4, 6", "5 of 5", "The proof holds", str(out)):
         assert part in result.stdout.replace("\n", "")
     assert result.stderr == ""
 

@@ -7,6 +7,7 @@ these were taken from means to change the run, as it would in torch.
 # PyTorch annotates storages in part.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
+import functools
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -84,7 +85,8 @@ class Entries:
     def __init__(self, model: torch.nn.Module, held: Holdings) -> None:
         self._names = {id(tensor): name for name, tensor in held.all.items()}
         places = [place for place in entry_places(model) if id(place[2]) in self._names]
-        self._dicts, self._keys, self._tensors = zip(*places, strict=True) if places else ((), (), ())
+        self._gets = [(getattr(entries, "get", functools.partial(_get, entries)), key) for entries, key, _ in places]
+        self._tensors = [tensor for _, _, tensor in places]
         self._contents: dict[str, tuple[torch.Tensor, Contents]] = {}
         self.note(held.all)
 
@@ -95,12 +97,18 @@ class Entries:
 
     def replaced(self) -> list[str]:
         """The names under which there are other tensors now, or none."""
-        get: Any = dict.get  # pyright: ignore[reportUnknownVariableType]
-        if all(map(operator.is_, map(get, self._dicts, self._keys), self._tensors)):
+        found = [get(key) for get, key in self._gets]
+        if all(map(operator.is_, found, self._tensors)):
             return []
-        places = zip(self._dicts, self._keys, self._tensors, strict=True)
-        return [self._names[id(tensor)] for held, key, tensor in places if held.get(key) is not tensor]
+        pairs = zip(self._tensors, found, strict=True)
+        return [self._names[id(tensor)] for tensor, now in pairs if now is not tensor]
 
     def written(self) -> list[str]:
         """The names of those with other values now."""
         return [name for name, (tensor, contents) in self._contents.items() if not contents.are_of(tensor)]
+
+
+def _get(entries: Any, key: str) -> torch.Tensor | None:
+    """An entry of a scripted module, whose containers have no `get`."""
+    held: dict[str, torch.Tensor] = dict(entries.items())
+    return held.get(key)
