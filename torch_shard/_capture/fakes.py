@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
 from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
-from torch._functorch import eager_transforms, utils, vmap
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
@@ -26,16 +25,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_shard._capture.calls import calls_seen
 from torch_shard._capture.constants import Constants
 from torch_shard._capture.data_dependence import DEVICE_OF, DataDependence
-from torch_shard._capture.function_mode import CaptureMode, as_captured, current_mode
+from torch_shard._capture.function_mode import CaptureMode
 from torch_shard._capture.guards import ModuleFlags
 from torch_shard._capture.inputs import note_literal
-from torch_shard._capture.module_paths import annotate_backward
 from torch_shard._capture.provenance import current_user_line
 from torch_shard._capture.side_effects import Change
-from torch_shard._common.patching import patched
 
 aten = torch.ops.aten
 
@@ -325,44 +321,3 @@ def _make_standin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 def _original_of(fake: torch.Tensor) -> torch.Tensor | None:
     """The closed-over tensor that a fake stood for."""
     return _ORIGINALS.get(fake)
-
-
-@contextlib.contextmanager
-def standins_given() -> Iterator[None]:
-    """Let `autograd.Function` and the transforms of `torch.func` see what stands for their arguments in the capture.
-
-    They take tensors without a torch function that a `CaptureMode` could see. What is closed over they would take as
-    it is: a constant, without the gradient that it has around the capture.
-    """
-    with contextlib.ExitStack() as stack:
-        for module, name in _TAKE_TENSORS:
-            stack.enter_context(patched(module, name, _on_standins))
-        stack.enter_context(patched(torch.autograd, "_engine_run_backward", _seen))
-        yield
-
-
-_TAKE_TENSORS = (
-    (utils, "unwrap_if_dead"),  # each tensor that an `autograd.Function` is applied to, by whatever name
-    (torch.autograd.function, "custom_function_call"),  # the same within a transform
-    (vmap, "_add_batch_dim"),
-    (eager_transforms, "_wrap_for_grad"),
-)
-
-
-def _seen(run_backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the mode see the Python that a backward pass runs, though the call of autograd itself is being handled."""
-
-    def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if get_proxy_mode() is not None:
-            annotate_backward(outputs, tracer().graph)
-        with current_mode() or contextlib.nullcontext(), calls_seen(True):
-            return run_backward(outputs, *args, **kwargs)
-
-    return run
-
-
-def _on_standins(original: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return original(*(as_captured(a) if isinstance(a, torch.Tensor) else a for a in args), **kwargs)
-
-    return call

@@ -4,12 +4,13 @@
 # pyright: reportUnknownMemberType=false
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch.fx import Graph
 from torch.fx import traceback as fx_traceback
+
+from torch_shard._capture.backward import nodes_behind
 
 Notes = Mapping[str, str]
 
@@ -34,7 +35,7 @@ def annotate_backward(outputs: Iterable[torch.Tensor], graph: Graph) -> None:
         graph: The graph of the trace so far.
     """
     forward = {n.meta.get("seq_nr"): n.meta["custom"] for n in reversed(graph.nodes) if n.meta.get("custom")}
-    for function in _functions(outputs):
+    for function in nodes_behind(outputs):
         if (notes := forward.get(function._sequence_nr())) is not None:
             before, after = _hooks(_of_backward(notes))
             function.register_prehook(before)
@@ -59,15 +60,3 @@ def _hooks(notes: dict[str, str]) -> tuple[Callable[..., None], Callable[..., No
             scopes.pop().__exit__(None, None, None)
 
     return before, after
-
-
-def _functions(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """The backward functions behind tensors."""
-    waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen: set[Any] = set()
-    while waiting:
-        function = waiting.pop()
-        if function not in seen:
-            seen.add(function)
-            yield function
-            waiting += [following for following, _ in function.next_functions if following is not None]

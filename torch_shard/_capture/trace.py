@@ -25,10 +25,11 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._capture.autocast import autocast_only
+from torch_shard._capture.autograd_functions import standins_given
 from torch_shard._capture.calls import calls_seen
 from torch_shard._capture.data_dependence import DataDependence
 from torch_shard._capture.environment import capture_environment, reference_kernels
-from torch_shard._capture.fakes import changes_nothing, empty_like, fakes, node_in, remember, standins_given, tracer
+from torch_shard._capture.fakes import changes_nothing, empty_like, fakes, node_in, remember, tracer
 from torch_shard._capture.function_mode import CaptureMode, current_mode, is_capturing
 from torch_shard._capture.generators import Generators
 from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold

@@ -15,10 +15,13 @@ def _adjoint(x):
     return jnp.conj(jnp.swapaxes(x, -1, -2))
 
 
-@lowers(aten.cholesky.default)
 def cholesky(x, upper=False):
     lower = linalg.cholesky(_adjoint(x) if upper else x, symmetrize_input=False)
     return _adjoint(lower) if upper else lower
+
+
+if hasattr(aten, "cholesky"):  # until torch 2.13
+    lowers(aten.cholesky.default)(cholesky)
 
 
 @lowers(aten.linalg_cholesky_ex.default)

@@ -1,0 +1,93 @@
+"""What stands for closed-over tensors in `autograd.Function`, in the transforms of `torch.func` and in a backward pass.
+
+They take tensors without a torch function that a `CaptureMode` could see. What is closed over they would take as it
+is: a constant, without the gradient that it has around the capture.
+"""
+
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
+
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._functorch import eager_transforms, utils, vmap
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from torch_shard._capture.backward import leaves_behind
+from torch_shard._capture.calls import calls_seen
+from torch_shard._capture.fakes import is_fake, tracer
+from torch_shard._capture.function_mode import as_captured, current_mode
+from torch_shard._capture.module_paths import annotate_backward
+from torch_shard._common.patching import Owner, patched
+
+
+@contextlib.contextmanager
+def standins_given() -> Iterator[None]:
+    """Let them see what stands for their arguments in the capture."""
+    with contextlib.ExitStack() as stack:
+        for owner, name in _takers():
+            stack.enter_context(patched(owner, name, _on_standins))
+        stack.enter_context(patched(torch.autograd, "_engine_run_backward", _seen))
+        yield
+
+
+def _takers() -> Iterator[tuple[Owner, str]]:
+    """Where functions stand that take tensors so: owner and name."""
+    yield torch.autograd.function, "custom_function_call"  # an `autograd.Function` within a transform
+    yield vmap, "_add_batch_dim"
+    yield eager_transforms, "_wrap_for_grad"
+    if hasattr(utils, "unwrap_if_dead"):  # each tensor that an `autograd.Function` is applied to, by whatever name
+        yield utils, "unwrap_if_dead"
+        return
+    yield torch.autograd.Function, "apply"
+    for module in cast(list[object], list(sys.modules.values())):  # what was taken from the class before
+        if isinstance(module, types.ModuleType):
+            yield from ((module, name) for name, value in list(vars(module).items()) if _is_apply(value))
+
+
+def _is_apply(value: object) -> bool:
+    if type(value) is not types.BuiltinMethodType:
+        return False
+    return isinstance(value.__self__, torch.autograd.function.FunctionMeta)
+
+
+def _on_standins(original: Any) -> Any:
+    def convert(value: object) -> object:
+        return as_captured(value) if isinstance(value, torch.Tensor) else value
+
+    def call(function: Callable[..., Any], args: Iterable[object], kwargs: dict[str, object]) -> Any:
+        return function(*map(convert, args), **{name: convert(value) for name, value in kwargs.items()})
+
+    if isinstance(original, types.ClassMethodDescriptorType):
+        return classmethod(lambda cls, *args, **kwargs: call(original.__get__(None, cls), args, kwargs))
+    return lambda *args, **kwargs: call(original, args, kwargs)
+
+
+def _seen(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the mode see the Python that a backward pass runs, though the call of autograd itself is being handled."""
+
+    def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_unseen(outputs)
+        if get_proxy_mode() is not None:
+            annotate_backward(outputs, tracer().graph)
+        with current_mode() or contextlib.nullcontext(), calls_seen(True):
+            return run_backward(outputs, *args, **kwargs)
+
+    return run
+
+
+def _refuse_unseen(outputs: Iterable[torch.Tensor]) -> None:
+    """Refuse a gradient for a tensor that nothing stands for: its path would be missing from that of its stand-in.
+
+    Raises:
+        NotImplementedError: Such a tensor is a leaf of the graph.
+    """
+    for leaf in leaves_behind(outputs):
+        if not is_fake(leaf) and not is_functorch_wrapped_tensor(leaf):
+            raise NotImplementedError(
+                f"A tensor of shape {tuple(leaf.shape)} that requires a gradient went into an autograd.Function as it "
+                "is, by an `apply` that was taken from the class before, as in `self.f = F.apply`; its gradient would "
+                "be lost. Call F.apply(...) itself, or take it as a global of a module: `f = F.apply`."
+            )
