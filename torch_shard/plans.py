@@ -31,3 +31,11 @@ __all__ = [
     "replicated",
     "tp",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in ("ddp", "dp", "data_parallel", "replicate"):
+        raise AttributeError(
+            f"torch_shard.plans has no {name}: it is plans.replicated(), with the batch split as always."
+        )
+    raise AttributeError(f"torch_shard.plans has no {name}. It has {', '.join(__all__)}.")

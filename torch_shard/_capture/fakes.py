@@ -20,7 +20,6 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_slot,
     set_proxy_slot,
 )
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
@@ -70,6 +69,8 @@ class _Fakes(FakeTensorMode):
 @contextlib.contextmanager
 def fakes(explain: bool) -> Iterator[tuple[FakeTensorMode, CaptureMode]]:
     """The fakes of one capture, and what stands for other tensors."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # imports sympy, which takes as long as torch itself
+
     sizes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=True)
     mode = _Fakes(allow_non_fake_inputs=True, shape_env=sizes, static_shapes=True)
     part = functools.partial

@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._capture.autocast import autocast_only
@@ -341,6 +340,8 @@ def _errors_for_users() -> Iterator[None]:
                 f"{user_frame(error)}\nHere an operator has no fake rule, which says the shapes and dtypes of its "
                 f"results: {error}\nRegister one: @torch.library.register_fake('mylib::op')."
             ) from error
+        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
         shape_depends = isinstance(error, (DynamicOutputShapeException, GuardOnDataDependentSymNode, UnknownSizeError))
         value_needed = isinstance(error, DataDependentOutputException)
         if not shape_depends and not value_needed and not any(said in str(error) for said in _VALUE_NEEDED):

@@ -60,7 +60,9 @@ _TAKERS: dict[str, list[str]] = {}
 def near_misses(function: Callable[P, T]) -> Callable[P, T]:
     """Answer a keyword argument that a public function does not have with the one that was meant."""
     name = function.__qualname__.removesuffix(".__init__")
-    known = list(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters
+    known = list(parameters)
+    required = [key for key, p in parameters.items() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     for own in known:
         _TAKERS.setdefault(own, []).append(name)
 
@@ -68,6 +70,8 @@ def near_misses(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if unknown := [key for key in kwargs if key not in known]:
             raise TypeError(f"{name}: " + " ".join(_answer(key, name, known) for key in unknown))
+        if missing := [key for key in required if key not in kwargs]:
+            raise TypeError(f"{name}: give it " + " and ".join(_SAID.get(key, f"{key}=") for key in missing) + ".")
         return function(*args, **kwargs)
 
     return call

@@ -313,7 +313,8 @@ def _find_form_faults(form: Form, spec: PartitionSpec, shape: tuple[int, ...], m
 
 def _check_mapping(what: str, rules: object) -> None:
     if not isinstance(rules, Mapping):
-        raise TypeError(f"ShardingPlan: {what} must map names to specs, got {type(rules).__name__}.")
+        remedy = " make_train_step(mesh=) takes the mesh." if isinstance(rules, Mesh) else ""
+        raise TypeError(f"ShardingPlan: {what} must map names to specs, got {type(rules).__name__}.{remedy}")
 
 
 def _read(source: object) -> dict[str, PyTree]:
