@@ -13,6 +13,7 @@ _HERE = {
     "accumulate_steps": "gradient_accumulation_steps accumulate_grad_batches grad_accumulation_steps grad_accum",
     "batch_size": "per_device_train_batch_size train_batch_size global_batch_size",
     "callbacks": "callback",
+    "compute_metrics": "metrics eval_metrics",
     "checkpointer": "resume_from_checkpoint ckpt_path default_root_dir enable_checkpointing checkpoint",
     "clip_grad_norm": "clip_grad max_norm max_grad_norm grad_clip gradient_clip_val gradient_clipping grad_norm",
     "clip_grad_value": "clip_value gradient_clip_value",
@@ -51,7 +52,6 @@ _ELSEWHERE = {
     "lr": "The optimizer has the learning rate.",
     "weight_decay": "The optimizer has the weight decay.",
     "output_dir": "ts.Checkpointer(directory) has the directory; give it to fit as checkpointer=.",
-    "compute_metrics": "loss_fn may return (loss, {name: metric}).",
 }
 _TAKERS: dict[str, list[str]] = {}
 """The public functions that take each argument."""

@@ -22,6 +22,7 @@ from torch_shard._fit.callbacks import Callback, Callbacks, Run, check_callbacks
 from torch_shard._fit.data import Ahead, Batches
 from torch_shard._fit.dataset import EvaluationRows, Rows, TrainingRows, as_rows
 from torch_shard._fit.loop import Due, Evaluation, Loop
+from torch_shard._fit.predictions import Compute, Predictions
 from torch_shard._fit.reports import Bar, MetricsLog, Reports
 from torch_shard._fit.samplers import check_samplers
 from torch_shard._fit.schedule import Schedule
@@ -29,7 +30,7 @@ from torch_shard._fit.signals import StopRequest
 from torch_shard._hosts import Gate
 from torch_shard._io import Checkpointer
 from torch_shard._state import TrainState, check_skip_grad_norm
-from torch_shard._train import EvalStep, Step, TrainStep
+from torch_shard._train import ApplyFn, EvalStep, Step, TrainStep
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ def fit(
     eval_loader: Iterable[PyTree] | Rows | Dataset[Any] | None = None,
     eval_every: int | None = None,
     eval_step: EvalStep | None = None,
+    predict: ApplyFn | None = None,
+    compute_metrics: Compute | None = None,
     checkpointer: Checkpointer | None = None,
     log: str | os.PathLike[str] | None = None,
     log_every: int = 1,
@@ -88,6 +91,11 @@ def fit(
             in batches of `batch_size`.
         eval_every: Batches from one evaluation to the next; None for the end alone.
         eval_step: By default the loss of `step` in eval mode.
+        predict: `predict(model, batch)`, plain torch, in eval mode: what `compute_metrics` takes of each batch of an
+            evaluation, such as `(model(x), y)`.
+        compute_metrics: What is no mean over batches (F1, AUROC). A function of all predictions, which gives a dict of
+            numbers: it gets what `predict` returns, joined along the rows, as CPU tensors, on each process. Or an
+            object of torchmetrics, whose `update` gets what `predict` returns for each batch.
         checkpointer: Saves every `checkpointer.every` batches, at the end, when `SIGTERM` or `SIGINT` asks to stop, and
             when the loader or a step fails.
         log: A directory for `metrics.jsonl` and TensorBoard's event files, to which a resumed run adds. Of several
@@ -160,18 +168,24 @@ def fit(
     check_kind("progress", progress, bool | Console)
     loader = as_rows("loader", loader, batch_size, shuffle=True)
     eval_loader = as_rows("eval_loader", eval_loader, batch_size, shuffle=False)
-    _check_evaluation(eval_loader, eval_every, eval_step)
+    _check_evaluation(eval_loader, eval_every, eval_step, predict or compute_metrics)
     batches, evaluation = _batches("loader", loader, step, seed), None
     if eval_loader is not None:
         eval_step = eval_step or step.evaluation()
-        evaluation = Evaluation(eval_step, _batches("eval_loader", eval_loader, eval_step, seed))
+        predictions = None
+        if predict is not None or compute_metrics is not None:
+            predictions = Predictions(step, predict, compute_metrics)
+        evaluation = Evaluation(eval_step, _batches("eval_loader", eval_loader, eval_step, seed), predictions)
     evaluates = evaluation is not None
     schedule = Schedule.of(step, scheduler, schedule_by, epoch=batches.per_epoch, evaluates=evaluates)
     gate = Gate.of(step.mesh)
     if gate is not None:
         names = "steps", "eval_every", "on_bad_step", "skip_grad_norm", "seed", "prove_steps", "check_replicas_every"
         values = steps, eval_every, on_bad_step, skip_grad_norm, seed, prove_steps, check_replicas_every
-        settings = dict(zip(names, values, strict=True)) | {"a given state": state is not None}
+        settings = dict(zip(names, values, strict=True)) | {
+            "a given state": state is not None,
+            "predictions": predict is not None,
+        }
         agree_on_run(settings, checkpointer, {"loader": loader, "eval_loader": eval_loader})
     state, notes = _begin(step, state, checkpointer)
     start = int(state.num_batches)
@@ -251,13 +265,15 @@ def _check_kinds(step: object, state: object, checkpointer: object, log: object)
         check_directory("log", log)
 
 
-def _check_evaluation(eval_loader: object, eval_every: object, eval_step: object) -> None:
+def _check_evaluation(eval_loader: object, eval_every: object, eval_step: object, metrics: object) -> None:
     check_kind("eval_step", eval_step, EvalStep | None, hint="make_eval_step gives one.")
     if eval_loader is not None:
         hint = "All of its batches are taken each time."
         check_kind("eval_loader", eval_loader, Rows if isinstance(eval_loader, Rows) else Iterable, hint=hint)
-    elif eval_every is not None or eval_step is not None:
-        raise ValueError("fit: eval_every and eval_step are for an evaluation, which needs eval_loader.")
+    elif not (eval_every is eval_step is metrics is None):
+        raise ValueError(
+            "fit: eval_every, eval_step, predict and compute_metrics are for an evaluation, which needs eval_loader."
+        )
 
 
 def _begin(

@@ -14,6 +14,7 @@ from torch_shard._fit.callbacks import Callbacks
 from torch_shard._fit.data import Ahead, Batches
 from torch_shard._fit.first_non_finite import explained, first_non_finite
 from torch_shard._fit.overview import compilation, write_overview
+from torch_shard._fit.predictions import Predictions
 from torch_shard._fit.reports import Reports, num_rows, scalars
 from torch_shard._fit.schedule import Schedule
 from torch_shard._fit.signals import StopRequest
@@ -27,21 +28,25 @@ logger = logging.getLogger(__name__)
 
 
 class Evaluation:
-    """The mean of loss and metrics over all batches of a loader."""
+    """The mean of loss and metrics over all batches of a loader, and what is computed of all predictions."""
 
-    def __init__(self, step: EvalStep, batches: Batches) -> None:
-        self._step, self._batches = step, batches
+    def __init__(self, step: EvalStep, batches: Batches, predictions: Predictions | None) -> None:
+        self._step, self._batches, self._predictions = step, batches, predictions
 
     def __call__(self, state: TrainState) -> dict[str, float]:
         """The means by name, in which a batch weighs as many rows as it has; each draws random numbers of its own."""
         found: list[dict[str, Any]] = []
         weights: list[int] = []
+        if self._predictions:
+            self._predictions.begin()
         for number, batch in enumerate(self._batches.epoch(0)):
             placed = self._step.put(batch)
             if number and self._step.draws_random:
                 state = dataclasses.replace(state, key=jax.random.fold_in(state.key, number))
             found.append(jax.device_get(scalars(self._step(state, placed))))
             weights.append(num_rows(placed))
+            if self._predictions:
+                self._predictions.add(state, placed)
             if found[-1].keys() != found[0].keys():
                 raise ValueError(
                     f"fit: loss_fn gives the metrics {', '.join(found[0])} of the first batch of the evaluation, and "
@@ -50,7 +55,13 @@ class Evaluation:
                 )
         if not found:
             raise ValueError("fit: eval_loader has no batches. (An iterator is used up after one evaluation.)")
-        return {name: float(np.average([float(each[name]) for each in found], weights=weights)) for name in found[0]}
+        means = {name: float(np.average([float(each[name]) for each in found], weights=weights)) for name in found[0]}
+        computed = self._predictions.metrics() if self._predictions else {}
+        if twice := sorted(means.keys() & computed.keys()):
+            raise ValueError(
+                f"fit: compute_metrics and loss_fn both give {', '.join(twice)}. Give one of them another name."
+            )
+        return means | computed
 
 
 @dataclasses.dataclass(frozen=True)

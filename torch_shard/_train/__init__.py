@@ -1,6 +1,6 @@
 """The compiled step: programs, batches on the mesh, the update, the proof against eager torch."""
 
-from torch_shard._train.apply_step import ApplyStep
+from torch_shard._train.apply_step import ApplyFn, ApplyStep
 from torch_shard._train.comparison import ROUNDING, Comparison, Difference, Values, array_of, difference_of, numbers_of
 from torch_shard._train.eager_reference import eager_gradients, eager_loss, host_batch, in_float64, like_model
 from torch_shard._train.eval_step import EvalStep
@@ -14,6 +14,7 @@ from torch_shard._train.train_step import TrainStep
 
 __all__ = [
     "ROUNDING",
+    "ApplyFn",
     "ApplyStep",
     "Comparison",
     "Difference",
