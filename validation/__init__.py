@@ -10,6 +10,8 @@
 | `python -m validation.lives --seeds 0:500` | random lives of runs against eager torch | 1 s a life |
 | `python -m validation.hf_families.random_models --seeds 0:300` | random small models of transformers | 5 s a model |
 | `pytest validation/rivals` | the benchmarks' hand-written JAX for TPUs computes what the models do | minutes |
+| `pytest validation/tuning` | what `ts.tune` says without compiling, beside TPU's compiler | 10 minutes |
+| `pytest validation/kills` | runs that are killed twenty times | 7 minutes |
 
 `pytest validation/zoo`, or another of these folders, runs the tests of a study, and its rows as tests.
 """

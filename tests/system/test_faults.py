@@ -64,9 +64,12 @@ def test_killed_between_the_halves_of_a_save(uninterrupted):
     assert not list((directory / "checkpoints" / ".unfinished").iterdir())
 
 
-@pytest.mark.parametrize("num_kills", [pytest.param(2, id="2"), pytest.param(20, id="20", marks=pytest.mark.slow)])
-def test_killed_at_random_moments(num_kills, uninterrupted):
-    whole, seconds = uninterrupted
+def test_killed_at_random_moments(uninterrupted):
+    assert_survives(*uninterrupted, num_kills=2)
+
+
+def assert_survives(whole, seconds, *, num_kills):
+    """Kill a run so often, at random moments, and let it go on: it ends as the one that nobody kills."""
     directory, moments, kills = whole.parent / f"kills-{num_kills}", random.Random(num_kills), 0
     while kills < num_kills:
         status = survive(directory, after_s=moments.uniform(0.2, 1.0) * seconds)
