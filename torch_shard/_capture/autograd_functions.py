@@ -60,7 +60,7 @@ def _on_standins(original: Any) -> Any:
     def call(function: Callable[..., Any], args: Iterable[object], kwargs: dict[str, object]) -> Any:
         return function(*map(convert, args), **{name: convert(value) for name, value in kwargs.items()})
 
-    if isinstance(original, types.ClassMethodDescriptorType):
+    if isinstance(original, types.ClassMethodDescriptorType | classmethod):  # the latter in a capture within a capture
         return classmethod(lambda cls, *args, **kwargs: call(original.__get__(None, cls), args, kwargs))
     return lambda *args, **kwargs: call(original, args, kwargs)
 
