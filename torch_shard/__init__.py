@@ -169,6 +169,11 @@ __all__ = [
     "write_report",
 ]
 
+if not _IS_COMMAND:
+    for _name in __all__:  # what users import stands under its public name in help(), signatures and repr
+        if getattr(globals()[_name], "__module__", None) is not None:
+            globals()[_name].__module__ = __name__
+
 _PACKAGES = (
     *(
         "_cost",

@@ -64,16 +64,3 @@ class Layouts:
         part = parts[placement.dim]
         parts[placement.dim] = self.tp if part is None else (*axes_of((part,)), self.tp)
         return PartitionSpec(*parts)
-
-    def placement_of(self, spec: PartitionSpec, rank: int) -> Placement | None:
-        """The placement that means this spec; None if none does."""
-        candidates: list[Placement] = [Replicate(), Shard(-1), *(Shard(dim) for dim in range(rank - 1))]
-        return next((p for p in candidates if trimmed(self.spec_of(p, rank)) == trimmed(spec)), None)
-
-
-def trimmed(spec: PartitionSpec | str) -> tuple[object, ...]:
-    """The parts of a spec up to the last dim that is split."""
-    parts = [part or None for part in spec]
-    while parts and parts[-1] is None:
-        parts.pop()
-    return tuple(axes_of((part,))[0] if isinstance(part, tuple) and len(part) == 1 else part for part in parts)
