@@ -32,7 +32,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         found |= names
         if names & slow and item.nodeid not in kept:
             item.add_marker(pytest.mark.slow)
-    if config.args == config.getini("testpaths") and (unknown := (kept | slow) - found):
+    is_whole = config.args == config.getini("testpaths") and not config.getoption("lf")
+    if is_whole and (unknown := (kept | slow) - found):
         raise pytest.UsageError(f"{SLOW}: no test has the name {', '.join(sorted(unknown))}")
 
 

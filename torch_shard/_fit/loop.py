@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 class Evaluation:
     """The mean of loss and metrics over all batches of a loader, and what is computed of all predictions."""
 
-    def __init__(self, step: EvalStep, batches: Batches, predictions: Predictions | None) -> None:
+    def __init__(self, step: EvalStep, batches: Batches, predictions: Predictions | None = None) -> None:
         self._step, self._batches, self._predictions = step, batches, predictions
 
     def __call__(self, state: TrainState) -> dict[str, float]:
