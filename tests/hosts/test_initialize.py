@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 import torch_shard as ts
 from tests.tables.launchers import JOBSET, PLAIN, REFUSED, ROWS, TASK, TORCHRUN
 
-STARTING = sys.modules[ts.initialize.__module__]
+STARTING = sys.modules["torch_shard._hosts.initialize"]
 SEVERAL = [row for row in ROWS if row.process is not None and (row.process[1] or 1) > 1]
 ONE = [row for row in ROWS if row not in SEVERAL]
 MESH = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Auto,))
@@ -130,13 +130,20 @@ def test_jax_is_told_what_was_found(within, started):
     assert ts.initialize().local_device_ids is None
 
 
-def test_where_the_coordinator_is_not_reached_it_says_so(within, monkeypatch):
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("DEADLINE_EXCEEDED", r"did not meet at 10\.0\.0\.7:1234 within 7 s .*DEADLINE_EXCEEDED"),
+        ("UNKNOWN: Failed to start RPC server", r"cannot listen at 10\.0\.0\.7:1234\. End what uses the port"),
+    ],
+)
+def test_where_processes_do_not_meet_it_says_why(reason, said, within, monkeypatch):
     def fails(*_):
-        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+        raise jax.errors.JaxRuntimeError(reason)
 
     monkeypatch.setattr("jax.distributed.initialize", fails)
     within(PLAIN)
-    with pytest.raises(RuntimeError, match=r"did not meet at 10\.0\.0\.7:1234 within 7 s .*DEADLINE_EXCEEDED"):
+    with pytest.raises(RuntimeError, match=said):
         ts.initialize(initialization_timeout=7)
 
 
