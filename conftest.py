@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         names = {item.nodeid, item.nodeid.partition("[")[0]}
         found |= names
-        if names & slow and item.nodeid not in kept:
+        if (names & slow and item.nodeid not in kept) or isinstance(item, pytest.DoctestItem):
             item.add_marker(pytest.mark.slow)
     is_whole = config.args == config.getini("testpaths") and not config.getoption("lf")
     if is_whole and (unknown := (kept | slow) - found):
