@@ -1,6 +1,7 @@
 """What Python changes between two calls of a loss or an adapter: followed, or an error that names the line."""
 
 import collections
+import copy
 import functools
 import itertools
 import random
@@ -132,3 +133,30 @@ def test_entries_that_are_replaced_or_buffers_that_are_written_are_refused() -> 
     with pytest.raises(ValueError, match=r"0\.weight of the model was replaced since"):
         step(state, X)
     assert not np.asarray(step.init().params["0.weight"]).any()
+
+
+class MakesModules(nn.Module):
+    """As models of transformers make their criterion in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.Sequential(nn.Tanh(), copy.deepcopy(nn.Flatten()))(self.layer(x))
+
+
+def test_modules_that_are_made_in_each_call_change_nothing() -> None:
+    kept: list[nn.Module] = []  # so that no module has the address of one before it
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        kept.append(nn.MSELoss())
+        return kept[-1](model(x), x)
+
+    model = MakesModules()
+    step = sgd_step(model, loss_fn)
+    state, adapted = step.init(seed=0), ts.jax_jit(lambda x: nn.CrossEntropyLoss()(x, torch.zeros(8).long()))
+    for _ in range(3):
+        state, _ = step(state, X)
+        adapted(X)
+    assert step.num_compiles == 1

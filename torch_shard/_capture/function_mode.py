@@ -18,6 +18,7 @@ from torch_shard._capture.module_paths import annotated
 from torch_shard._capture.provenance import current_user_line
 from torch_shard._capture.side_effects import SideEffects
 from torch_shard._common.overrides import FUNCTIONS
+from torch_shard._common.patching import patched
 from torch_shard._common.types import PyTree
 
 _T = torch.Tensor
@@ -61,6 +62,7 @@ class CaptureMode(TorchFunctionMode):
         self._set_data, self.explains = set_data, explain
         self._standins: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._modules: dict[int, tuple[weakref.ref[nn.Module], bool]] = {}
+        self._made = weakref.WeakSet[nn.Module]()  # within it: others take their place in the next one
         self._running: list[nn.Module] = []
         self._outer: CaptureMode | None = None
         self._scopes: list[contextlib.AbstractContextManager] = []
@@ -166,15 +168,28 @@ class CaptureMode(TorchFunctionMode):
 
     def add_modules(self, flags: ModuleFlags) -> None:
         """Note modules that ran in a capture within this one."""
-        self._modules.update((id(module), (ref, flag)) for ref, flag in flags if (module := ref()) is not None)
+        modules = ((ref(), ref, flag) for ref, flag in flags)
+        self._modules.update((id(m), (ref, flag)) for m, ref, flag in modules if m is not None and not self._makes(m))
+
+    def _makes(self, module: nn.Module) -> bool:
+        """Tell whether a module was made in this capture, or in one around it."""
+        return module in self._made or (self._outer is not None and self._outer._makes(module))
+
+    def _noting(self, original: Callable[..., None]) -> Callable[..., None]:
+        def call(module: nn.Module, *args: object, **kwargs: object) -> None:
+            self._made.add(module)
+            original(module, *args, **kwargs)
+
+        return call
 
     @contextlib.contextmanager
     def seeing(self) -> Iterator[None]:
         """See the torch calls and the module calls made within."""
         before = nn.modules.module.register_module_forward_pre_hook(self._enter)
         after = nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
+        made, copied = (patched(nn.Module, name, self._noting) for name in ("__init__", "__setstate__"))
         try:
-            with self:
+            with made, copied, self:
                 yield
         finally:
             before.remove()
@@ -182,7 +197,7 @@ class CaptureMode(TorchFunctionMode):
 
     def _enter(self, module: nn.Module, args: object) -> None:
         if _INNERMOST.capture_mode is self:
-            if id(module) not in self._modules:
+            if id(module) not in self._modules and not self._makes(module):
                 self.side_effects.note(module.named_modules(), entries=False)
                 self._modules[id(module)] = (weakref.ref(module), self.side_effects.training(module))
             self._running.append(module)
