@@ -78,12 +78,20 @@ def test_a_function_gets_all_predictions_in_order(step: ts.TrainStep) -> None:
     assert torch.equal(got[-1][1], Y[:ROWS])
 
 
+def test_a_list_for_evaluation_is_of_rows_or_of_batches(step: ts.TrainStep) -> None:
+    options = {"compute_metrics": lambda found: {"f1": f1(*found)}}
+    batches = [HELD_OUT[:16], HELD_OUT[16:32], HELD_OUT[32:48], HELD_OUT[48:]]
+    assert run(step, eval_loader=batches, **options)[0] == run(step, eval_loader=HELD_OUT, **options)[0]
+    with pytest.raises(ValueError, match=r"items of \[0\] dims, where a row has \[1, 0\]"):
+        run(step, eval_loader=[1, 2], **options)
+
+
 def test_an_object_of_torchmetrics_is_updated_by_each_batch(step: ts.TrainStep, monkeypatch: Any) -> None:
     module = types.ModuleType("torchmetrics")
     module.Metric = F1  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(sys.modules, "torchmetrics", module)
     metric = F1()
-    found, eager = run(step, compute_metrics=metric, eval_loader=HELD_OUT)
+    found, eager = run(step, compute_metrics=metric, eval_loader=[HELD_OUT[n] for n in range(ROWS)])  # a list of rows
     assert found == pytest.approx({"loss": eager["loss"], "F1": eager["f1"]}, rel=1e-5)
     assert [len(labels) for _, labels in metric.seen] == [16, 16, 16, 5]
 

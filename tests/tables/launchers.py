@@ -223,6 +223,11 @@ REFUSED = [
     ("no worker", {"TPU_WORKER_HOSTNAMES": "a,b"}, "TPU_WORKER_ID is missing"),
     ("half of plain", {"JAX_COORDINATOR_ADDRESS": "a:1"}, "JAX_COORDINATOR_ADDRESS=a:1, which does not say how many"),
     (
+        "two thirds of plain",
+        {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2"},
+        "JAX_NUM_PROCESSES=2, which does not say which of them this is",
+    ),
+    (
         "no port",
         {**PLAIN, "JAX_COORDINATOR_ADDRESS": "a"},
         "the coordinator's address must be host:port, found .*ADDRESS=a,",

@@ -17,7 +17,7 @@ _HERE = {
     "checkpointer": "resume_from_checkpoint ckpt_path default_root_dir enable_checkpointing checkpoint",
     "clip_grad_norm": "clip_grad max_norm max_grad_norm grad_clip gradient_clip_val gradient_clipping grad_norm",
     "clip_grad_value": "clip_value gradient_clip_value",
-    "compute_dtype": "precision fp16 bf16 amp autocast dtype half",
+    "compute_dtype": "precision bf16 amp autocast dtype half",
     "eval_every": "eval_steps val_check_interval check_val_every_n_epoch eval_strategy evaluation_strategy",
     "eval_loader": "val_loader valid_loader eval_dataset val_dataset val_dataloaders eval_dataloader eval_data",
     "every": "save_steps save_every save_interval every_n_train_steps",
@@ -39,6 +39,7 @@ _TABLE = {theirs: ours for ours, names in _HERE.items() for theirs in names.spli
 """Names in torch, transformers, Lightning, accelerate and optax, and what they are called here."""
 
 _SAID = {
+    "batch_size": "batch_size=, the rows of a batch over all devices",
     "compute_dtype": "compute_dtype=torch.bfloat16",
     "steps": "steps=, the number of batches of the whole run (epochs * len(loader))",
     "progress": "progress=, True or False",
@@ -50,6 +51,7 @@ _SAID = {
 _ELSEWHERE = {
     "learning_rate": "The optimizer has the learning rate.",
     "lr": "The optimizer has the learning rate.",
+    "fp16": "float16 needs a scaler, which a step does not have: compute_dtype=torch.bfloat16 is as fast.",
     "weight_decay": "The optimizer has the weight decay.",
     "output_dir": "ts.Checkpointer(directory) has the directory; give it to fit as checkpointer=.",
 }
@@ -62,6 +64,7 @@ def near_misses(function: Callable[P, T]) -> Callable[P, T]:
     name = function.__qualname__.removesuffix(".__init__")
     parameters = inspect.signature(function).parameters
     known = list(parameters)
+    num_positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
     required = [key for key, p in parameters.items() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     for own in known:
         _TAKERS.setdefault(own, []).append(name)
@@ -70,6 +73,10 @@ def near_misses(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if unknown := [key for key in kwargs if key not in known]:
             raise TypeError(f"{name}: " + " ".join(_answer(key, name, known) for key in unknown))
+        if len(args) > num_positional:
+            raise TypeError(
+                f"{name}: takes {num_positional} arguments by position, found {len(args)}. Name the others."
+            )
         if missing := [key for key in required if key not in kwargs]:
             raise TypeError(f"{name}: give it " + " and ".join(_SAID.get(key, f"{key}=") for key in missing) + ".")
         return function(*args, **kwargs)

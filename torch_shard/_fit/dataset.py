@@ -1,7 +1,7 @@
 """Rows of a map-style dataset: each process reads those of its own devices, in one order however many there are."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from torch_shard._common.caller import caller, public
+from torch_shard._common.convert import flatten
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call, check_count, check_kind, is_integer
 from torch_shard._device import HostRows
@@ -161,6 +162,35 @@ def check_dataset(dataset: Any) -> None:
         raise TypeError(f"{caller()}: {type(dataset).__name__} has no length. {hint}.") from error
     if not size:
         raise ValueError(f"{caller()}: the dataset has no rows.")
+
+
+def evaluation_rows(loader: Any, batch_size: int | None, train: Any) -> Any:
+    """What was given as `eval_loader`: a dataset as its `Rows`, anything else as it is.
+
+    A list or a tensor may be of rows or of batches: its first item has as many dims as a row of the training data, or
+    one more.
+
+    Args:
+        loader: What was given.
+        batch_size: What was given for datasets.
+        train: The training data, as `as_rows` gives it.
+
+    Raises:
+        ValueError: Its items are neither.
+    """
+    is_plain = isinstance(loader, Sequence | torch.Tensor) and len(loader) > 0
+    if not is_plain or batch_size is None or not isinstance(train, Rows):
+        return as_rows("eval_loader", loader, batch_size, shuffle=False)
+    found, row = ([np.ndim(leaf) for leaf in flatten(data[0])[0]] for data in (loader, train.dataset))
+    if found == row:
+        return Rows(loader, batch_size=batch_size, shuffle=False)
+    if found == [ndim + 1 for ndim in row]:
+        return loader
+    raise ValueError(
+        f"{caller()}: eval_loader must have rows as the training data has them, or batches of such rows; found items "
+        f"of {found} dims, where a row has {row}. Give Rows(data, batch_size={batch_size}, shuffle=False), or a "
+        "DataLoader."
+    )
 
 
 def as_rows(argument: str, loader: Any, batch_size: int | None, *, shuffle: bool) -> Any:

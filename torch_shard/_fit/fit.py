@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import torch
 from rich.console import Console
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
@@ -20,7 +21,7 @@ from torch_shard._fit.alike import agree_on_run
 from torch_shard._fit.bad_step import ON_BAD_STEP, BadStepPolicy
 from torch_shard._fit.callbacks import Callback, Callbacks, Run, check_callbacks
 from torch_shard._fit.data import Ahead, Batches
-from torch_shard._fit.dataset import EvaluationRows, Rows, TrainingRows, as_rows
+from torch_shard._fit.dataset import EvaluationRows, Rows, TrainingRows, as_rows, evaluation_rows
 from torch_shard._fit.loop import Due, Evaluation, Loop
 from torch_shard._fit.predictions import Compute, Predictions
 from torch_shard._fit.reports import Bar, MetricsLog, Reports
@@ -167,7 +168,7 @@ def fit(
     check_callbacks(callbacks)
     check_kind("progress", progress, bool | Console)
     loader = as_rows("loader", loader, batch_size, shuffle=True)
-    eval_loader = as_rows("eval_loader", eval_loader, batch_size, shuffle=False)
+    eval_loader = evaluation_rows(eval_loader, batch_size, loader)
     _check_evaluation(eval_loader, eval_every, eval_step, predict or compute_metrics)
     batches, evaluation = _batches("loader", loader, step, seed), None
     if eval_loader is not None:
@@ -198,6 +199,8 @@ def fit(
         logger.warning(
             "fit: the state has seen %d batches already, and steps=%d is the number of the whole run.", start, steps
         )
+    if not step.model.training and any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in step.model.modules()):
+        logger.warning("fit: the model is in eval mode, so nothing is dropped. To train it, call model.train() before.")
     with contextlib.ExitStack() as stack:
         tells = jax.process_index() == 0
         bar = stack.enter_context(Bar(progress if tells else False, start, steps))

@@ -136,13 +136,15 @@ class Bar:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def update(self, position: int, numbers: Mapping[str, float]) -> None:
-        """Show where the run stands."""
+    def update(self, position: int, numbers: Mapping[str, float], *, is_evaluated: bool) -> None:
+        """Show where the run stands; a line has the numbers of an evaluation only where that is of this position."""
         shown = "  ".join(_brief(name, value) for name, value in numbers.items())
         self._progress.update(self._task, completed=position, description="training", numbers=shown)
         now = time.perf_counter()
-        if self._lines and (now - self._said >= _LINE_EVERY_S or position == self._steps):
+        if self._lines and (now - self._said >= _LINE_EVERY_S or is_evaluated or position == self._steps):
             self._said = now
+            of_now = ((n, value) for n, value in numbers.items() if is_evaluated or not n.startswith("eval_"))
+            shown = "  ".join(_brief(name, value) for name, value in of_now)
             self._console.print(f"fit: {position:,} of {self._steps:,}  {shown}", highlight=False, soft_wrap=True)
 
 
@@ -204,17 +206,17 @@ class Reports:
             self._log.write("train", position, found | dict(known) | speed | lists)
         self._show(position)
 
-    def _show(self, position: int) -> None:
-        order = [name for name in ("loss", "eval_loss") if name in self.numbers]
+    def _show(self, position: int, *, is_evaluated: bool = False) -> None:
+        order = [name for name in self.numbers if name == "loss" or name.startswith("eval_")]
         order += [name for name in self.numbers if name.endswith("_per_s")]
-        self._bar.update(position, {name: self.numbers[name] for name in order})
+        self._bar.update(position, {name: self.numbers[name] for name in order}, is_evaluated=is_evaluated)
 
     def add_evaluation(self, position: int, found: Mapping[str, float]) -> None:
         """Tell of an evaluation."""
         self.numbers |= {f"eval_{name}": value for name, value in found.items()}
         if self._log is not None:
             self._log.write("eval", position, found)
-        self._show(position)
+        self._show(position, is_evaluated=True)
 
     def add(self, position: int, numbers: Mapping[str, float]) -> None:
         """Write down more numbers."""

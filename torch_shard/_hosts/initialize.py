@@ -166,8 +166,8 @@ def _start(found: Found, devices: tuple[int, ...] | None, timeout: int, heartbea
     except jax.errors.JaxRuntimeError as error:
         if "RPC server" in str(error):
             raise RuntimeError(
-                f"{caller()}: process 0 is the coordinator, and cannot listen at {found.coordinator}. End what uses the "
-                f"port, such as an earlier job, or give all processes another one. JAX says: {error}"
+                f"{caller()}: process 0 is the coordinator, and cannot listen at {found.coordinator}. End what uses "
+                f"the port, such as an earlier job, or give all processes another one. JAX says: {error}"
             ) from None
         raise RuntimeError(
             f"{caller()}: all processes must reach the one that has the number 0, found that they did not meet at "

@@ -104,7 +104,8 @@ def find(env: Environment, asked: LaunchRequest) -> Found | None:
     if not found and faults:
         raise faults[0]
     if not found and asked.says:
-        raise ValueError(f"{caller()}: found {asked.says}, which does not say how many processes there are. Or {HOW}.")
+        open_ = "which of them this is" if asked.num_processes else "how many processes there are"
+        raise ValueError(f"{caller()}: found {asked.says}, which does not say {open_}. Or {HOW}.")
     if not found:
         return None
     if not asked.by_arguments and asked.num_processes != 1:
