@@ -6,6 +6,7 @@ is: a constant, without the gradient that it has around the capture.
 
 import contextlib
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
@@ -23,10 +24,22 @@ from torch_shard._capture.module_paths import annotate_backward
 from torch_shard._common.patching import Owner, patched
 
 
+class _Given(threading.local):
+    now = False
+
+
+_GIVEN = _Given()
+
+
 @contextlib.contextmanager
 def standins_given() -> Iterator[None]:
-    """Let them see what stands for their arguments in the capture."""
+    """Let them see what stands for their arguments in the capture, and in those within it."""
+    if _GIVEN.now:
+        yield
+        return
     with contextlib.ExitStack() as stack:
+        stack.callback(setattr, _GIVEN, "now", False)
+        _GIVEN.now = True
         for owner, name in _takers():
             stack.enter_context(patched(owner, name, _on_standins))
         stack.enter_context(patched(torch.autograd, "_engine_run_backward", _seen))
@@ -60,7 +73,7 @@ def _on_standins(original: Any) -> Any:
     def call(function: Callable[..., Any], args: Iterable[object], kwargs: dict[str, object]) -> Any:
         return function(*map(convert, args), **{name: convert(value) for name, value in kwargs.items()})
 
-    if isinstance(original, types.ClassMethodDescriptorType | classmethod):  # the latter in a capture within a capture
+    if isinstance(original, types.ClassMethodDescriptorType):
         return classmethod(lambda cls, *args, **kwargs: call(original.__get__(None, cls), args, kwargs))
     return lambda *args, **kwargs: call(original, args, kwargs)
 

@@ -89,7 +89,7 @@ def fit(
             metrics are means over the batches, in which each weighs as many rows as it has: of a `loss_fn` that is a
             mean over rows, the mean over all rows. The last batch may have any size: one that does not divide over the
             mesh is evaluated whole on each device, for one compilation more. Or a dataset, taken in order
-            in batches of `batch_size`.
+            in batches of `batch_size`; a list may be of rows as `loader` has them, or of batches.
         eval_every: Batches from one evaluation to the next; None for the end alone.
         eval_step: By default the loss of `step` in eval mode.
         predict: `predict(model, batch)`, plain torch, in eval mode: what `compute_metrics` takes of each batch of an
