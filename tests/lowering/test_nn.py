@@ -16,7 +16,6 @@ from torch.utils import _pytree as torch_pytree
 
 import torch_shard as ts
 from tests.tables.nn_table import DRAWING, LAYERS, MORE, NOT_MODULES_TO_CALL, ROWS, Row
-from torch_shard.collectives import psum
 
 Tensors = dict[str, torch.Tensor]
 
@@ -106,19 +105,37 @@ def assert_close(found: Any, wanted: Any, rtol: float, what: str) -> None:
 
 
 AT_ONCE = 10  # rows of one program
-PARTS = [
-    pytest.param(table[start : start + AT_ONCE], id=f"{table[start].kind.__name__} {start}", marks=marks)
-    for table, marks in ((LAYERS, []), (MORE, pytest.mark.slow))
-    for start in range(0, len(table), AT_ONCE)
-]
+WITHOUT_ONEDNN = "ignore:LSTM with projections is not supported with oneDNN"  # eager torch's own
 
 
-@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")  # eager torch's own
-@pytest.mark.parametrize(
-    "place", [pytest.param(lambda arrays: arrays, id="whole"), pytest.param(split, id="split", marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("rows", PARTS)
-def test_modules_equal_eager_torch(rows: list[Row], place: Any) -> None:
+def parts_of(table: list[Row]) -> list[Any]:
+    """The rows of a table, so many at once."""
+    starts = range(0, len(table), AT_ONCE)
+    return [pytest.param(table[at : at + AT_ONCE], id=f"{table[at].kind.__name__} {at}") for at in starts]
+
+
+@pytest.mark.filterwarnings(WITHOUT_ONEDNN)
+@pytest.mark.parametrize("rows", parts_of(LAYERS))
+def test_layers_equal_eager_torch(rows: list[Row]) -> None:
+    assert_equal_eager(rows, lambda arrays: arrays)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(WITHOUT_ONEDNN)
+@pytest.mark.parametrize("rows", parts_of(LAYERS))
+def test_layers_on_a_mesh_equal_eager_torch(rows: list[Row]) -> None:
+    assert_equal_eager(rows, split)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(WITHOUT_ONEDNN)
+@pytest.mark.parametrize("rows", parts_of(MORE))
+def test_other_modules_equal_eager_torch(rows: list[Row]) -> None:
+    """`pytest validation/operators/test_modules.py` has them on a mesh, and all within `jax_shard_map`."""
+    assert_equal_eager(rows, lambda arrays: arrays)
+
+
+def assert_equal_eager(rows: list[Row], place: Any) -> None:
     each = [made(row) for row in rows]
     for row, (modules, *rest), outs in zip(rows, each, compiled(each, place), strict=True):
         for module, ((found_value, found_aux), found_grads) in zip(modules, outs, strict=True):
@@ -131,36 +148,6 @@ def test_modules_equal_eager_torch(rows: list[Row], place: Any) -> None:
                 assert_close(found_grads[name], wanted, row.rtol, f"{what}: gradient of {name}")
             for name, wanted in aux[1].items():
                 assert_close(found_aux[1][name], wanted, row.rtol, f"{what}: buffer {name}")
-
-
-SCALES = torch.tensor([1.0, 0.75])
-
-
-def scaled(made_row: Any, leaves: Tensors, scale: torch.Tensor) -> torch.Tensor:
-    modules, _, fixed, inputs = made_row
-    return run(modules[-1], {n: x * scale if n in inputs else x for n, x in leaves.items()}, fixed, inputs)[0]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")  # eager torch's own
-@pytest.mark.parametrize("rows", PARTS)
-def test_modules_on_other_inputs_per_device_equal_the_sum_of_eager_torch(rows: list[Row]) -> None:
-    """Inside jax_shard_map: parameters are the same on both devices, inputs are not."""
-    each = [made(row) for row in rows]
-    mesh, specs = ts.make_mesh(i=2), {"in_specs": (P(), P("i")), "out_specs": P()}
-
-    def on_devices(made_row: Any) -> Any:
-        mapped = lambda leaves, scale: psum(scaled(made_row, leaves, scale[0]), "i")  # noqa: E731
-        return ts.jax_value_and_grad(ts.jax_shard_map(mapped, mesh=mesh, **specs))(made_row[1], SCALES)
-
-    found = ts.jax_jit(lambda: [on_devices(made_row) for made_row in each])()
-    for row, made_row, (found_value, found_grads) in zip(rows, each, found, strict=True):
-        given = {n: x.clone().requires_grad_() for n, x in made_row[1].items()}
-        value = sum(scaled(made_row, given, scale) for scale in SCALES)
-        wanted = torch.autograd.grad(value, list(given.values()), allow_unused=True, materialize_grads=True)
-        assert_close(found_value, value, row.rtol, f"{row.name}: value")
-        for name, grad in zip(given, wanted, strict=True):
-            assert_close(found_grads[name], grad, row.rtol, f"{row.name}: gradient of {name}")
 
 
 DROPOUTS = {
