@@ -3,8 +3,11 @@
 import gc
 import os
 import pathlib
+from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # also where TPU's compiler is installed, whose devices only compile
+if "XLA_FLAGS" not in os.environ:
+    os.environ.setdefault("JAX_EXEC_TIME_OPTIMIZATION_EFFORT", "-1")  # TPU's compiler takes a quarter of its time
 
 import jax
 import pytest
@@ -12,7 +15,7 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 8)
 # What LLVM makes of a program is XLA's to test, and takes a third of the time of compiling it; fusions emitted by way
 # of MLIR take as long again, where jaxlib still knows another way. Each core has a worker, so a program is compiled on
-# one. `XLA_FLAGS= pytest` runs as users do.
+# one. `XLA_FLAGS= pytest` runs as users do, and so do tests with the fixture `optimized`.
 QUICK = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
 if jax.__version_info__ < (0, 11):
     QUICK.append("--xla_cpu_use_fusion_emitters=false")
@@ -41,6 +44,15 @@ def pytest_collection_finish() -> None:
     """What importing and collecting have left is not looked through at each collection."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def optimized() -> Iterator[None]:
+    """TPU's compiler schedules and fuses as it does for users, for tests of what it makes of a program."""
+    effort = jax.config.jax_exec_time_optimization_effort
+    jax.config.update("jax_exec_time_optimization_effort", 0.0)
+    yield
+    jax.config.update("jax_exec_time_optimization_effort", effort)
 
 
 @pytest.fixture(autouse=True, scope="module")

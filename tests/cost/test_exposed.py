@@ -14,6 +14,8 @@ from torch_shard._cost.exposed import BYTES_PER_CYCLE, exposed_by_axis, exposed_
 from torch_shard._cost.hlo import Hlo
 from torch_shard._cost.total import costs_of
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 KIND = "TPU v5 lite"
 SHIFT = [(i, (i + 1) % 4) for i in range(4)]
 

@@ -61,6 +61,7 @@ def test_what_the_compiler_refuses_does_not_fit_into_any_budget(monkeypatch: pyt
 
 
 @pytest.mark.slow  # compiles for TPUs twice
+@pytest.mark.usefixtures("optimized")
 def test_a_program_for_tpus_takes_what_their_compiler_counts() -> None:
     """It refuses a program by this number, and not by the sum of its parts, which is larger."""
     device = ts.make_mesh(topology="v5e:2x2", batch=1).devices.flat[0]

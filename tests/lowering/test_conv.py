@@ -130,6 +130,7 @@ def one_tap_step(mesh: Mesh, model: nn.Module) -> ts.TrainStep:
     return step_of(model, loss_fn, optimizer, mesh=mesh, compute_dtype=torch.bfloat16)
 
 
+@pytest.mark.usefixtures("optimized")
 def test_kernels_of_one_tap_are_read_and_written_as_they_lie_on_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against what XLA makes by itself: a convert and two copies of each (O, I, 1, 1), beside a slow update."""
     mesh, x = ts.make_mesh(topology="v5e:2x2", batch=4), torch.empty(64, 256, 7, 7, device="meta")
