@@ -10,8 +10,8 @@ CLOSE = {"rtol": 2e-5, "atol": 2e-6}  # float32, sums in another order
 MESH = {"i": 4, "j": 2}
 
 
-def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(found.detach().cpu(), wanted.detach(), **CLOSE)
+def assert_close(found: torch.Tensor, wanted: torch.Tensor, of: str = "") -> None:
+    torch.testing.assert_close(found.detach().cpu(), wanted.detach(), **CLOSE, msg=lambda text: f"{of}: {text}")
 
 
 def shard_map(fn: Any, in_specs: Any, out_specs: Any, **options: Any) -> Any:
