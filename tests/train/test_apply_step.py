@@ -83,7 +83,9 @@ def test_mappings_and_tuples_are_arguments():
 
 def test_errors_say_what_to_do():
     mesh = make_mesh((4, 2))
-    with pytest.raises(TypeError, match=r"make_apply: call apply\(state, batch\) or apply\(batch\), got 3 arguments"):
+    with pytest.raises(
+        TypeError, match=r"make_apply: call apply\(state, batch\) or apply\(batch\), found apply\(int, int, int\)"
+    ):
         ts.make_apply(net(), mesh=mesh, plan=PLAN)(1, 2, 3)
     with pytest.raises(TypeError, match="make_apply: outputs must be tensors or numbers in containers, but object is"):
         ts.make_apply(net(), mesh=mesh, plan=PLAN, fn=lambda model, batch: object())(torch.ones(8, 8))

@@ -106,7 +106,7 @@ class ApplyStep(Step):
         )
 
     @error_prefix(None)
-    def __call__(self, *state_and_batch: PyTree) -> PyTree:
+    def __call__(self, *state_and_batch: PyTree, **inputs: PyTree) -> PyTree:
         """Run the forward pass on a batch.
 
         Args:
@@ -114,6 +114,7 @@ class ApplyStep(Step):
                 then put on the mesh at each call (`init` does it once). A state is only read. The batch is a pytree
                 of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`. One that does
                 not divide over the mesh is computed whole on each device.
+            **inputs: None: inputs by name are a batch, `apply({"x": x})`.
 
         Returns:
             What `fn` returns, its tensors as arrays of global shapes. Those with as many rows as the batch have them
@@ -123,9 +124,11 @@ class ApplyStep(Step):
             TypeError: It is called with something else, or `fn` returns what is not a tensor or number.
             ValueError: The state was donated to a step, or is of another model.
         """
-        if len(state_and_batch) not in (1, 2):
+        if inputs or [isinstance(x, TrainState) for x in state_and_batch] not in ([False], [True, False]):
+            given = [type(x).__name__ for x in state_and_batch] + [f"{name}=" for name in inputs]
             raise TypeError(
-                f"{self.caller}: call apply(state, batch) or apply(batch), got {len(state_and_batch)} arguments."
+                f"{self.caller}: call apply(state, batch) or apply(batch), found apply({', '.join(given)}). Several "
+                'inputs are one batch: apply((x, y)) or apply({"x": x}).'
             )
         state = state_and_batch[0] if len(state_and_batch) == 2 else self.init()
         check_state(state)

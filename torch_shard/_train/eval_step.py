@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Sharding
 
 from torch_shard._common.caller import error_prefix
+from torch_shard._common.near_misses import near_misses
 from torch_shard._common.types import PyTree
 from torch_shard._hosts import follow
 from torch_shard._loss import LossProgram, update_objects
@@ -39,6 +40,7 @@ class EvalStep(Step):
         """Of a state without moments."""
         return StateLayout(self.model, self._held, self.plan, optax.identity().init, groups=[]).structs
 
+    @near_misses
     @error_prefix(None)
     def __call__(self, state: TrainState, batch: PyTree) -> dict[str, PyTree]:
         """Evaluate the loss on a batch.

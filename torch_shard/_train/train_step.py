@@ -18,6 +18,7 @@ from jax.sharding import Sharding
 from torch import nn
 
 from torch_shard._common.caller import error_prefix
+from torch_shard._common.near_misses import near_misses
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, check_seed
 from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name
@@ -142,6 +143,7 @@ class TrainStep(Step):
         is_torchs = isinstance(optimizer, torch.optim.Optimizer)
         return [f"optimizer={type(optimizer).__name__ if is_torchs else 'of optax'}"]
 
+    @near_misses
     @error_prefix("init")
     def init(self, *, seed: int = 0, donate: bool = False) -> TrainState:
         """The state at step 0: the module's present values on their shards, fresh moments, a random key.
@@ -212,6 +214,7 @@ class TrainStep(Step):
                 held[name] = to_meta(self.model, held[name])
         self._hold(self._held)
 
+    @near_misses
     @error_prefix(None)
     def __call__(
         self, state: TrainState, batch: PyTree, *, skip_grad_norm: float | None = None
@@ -331,6 +334,7 @@ class TrainStep(Step):
             compiler_options=program.compiler_options(self.mesh),
         )
 
+    @near_misses
     @error_prefix("export_optimizer")
     def export_optimizer(self, state: TrainState) -> dict[str, Any]:
         """The optimizer's state as torch has it, for `optimizer.load_state_dict(...)`; with its parameter groups.
@@ -381,6 +385,7 @@ class TrainStep(Step):
         """The program that `prove` compares."""
         return GradientStep(self.model, self.loss_fn, self.options)
 
+    @near_misses
     @error_prefix(None)
     def prove(self, state: TrainState, batch: PyTree, *, skip_grad_norm: float | None = None) -> Comparison:
         """Compare this step, from this state on this batch, with eager torch on the CPU, and the update with optax.
@@ -415,6 +420,7 @@ class TrainStep(Step):
         check_names(state, self._held.all)
         return prove(self, as_arrays(state), batch, skip_grad_norm)
 
+    @near_misses
     @error_prefix("stats")
     def stats(self, state: TrainState, batch: PyTree) -> StepStats:
         """Show what each module returns in this step: largest entry, mean and share of zeros, and of its gradient.
@@ -448,6 +454,7 @@ class TrainStep(Step):
         """The step that evaluates the same loss in eval mode, with the options of this one."""
         return EvalStep(self.model, self.loss_fn, self.options.for_evaluation())
 
+    @near_misses
     @error_prefix("averaged")
     def averaged(self, state: TrainState) -> TrainState:
         """The same state with the averages of `ema=` as its parameters, to be evaluated or exported, not trained on.
@@ -476,6 +483,7 @@ class TrainStep(Step):
         ema = self._update.average(self._own(state)[0].opt_state)
         return dataclasses.replace(state, params=Stacks.merged(*_without(state.params, ema), ema))
 
+    @near_misses
     @error_prefix("export")
     def export(self, state: TrainState, *, ema: bool = False) -> torch.nn.Module:
         """An ordinary torch module on the CPU with the values of `state`; ties and `requires_grad` as in the model.
