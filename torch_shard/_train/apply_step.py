@@ -95,15 +95,16 @@ class ApplyStep(Step):
         """
         self._hold(self._tensors.present())
         layout, held = self._state_layout, (self._held.trainable, self._held.frozen, self._held.buffers)
-        zero = put(np.zeros((), np.int32), self.replicated)
-        words = np.asarray(jax.random.key_data(jax.random.key(0)))
-        return dataclasses.replace(
-            layout.shardings,
-            step=zero,
-            num_batches=zero,
-            **{kind: layout.place(kind, tensors) for kind, tensors in zip(KINDS, held, strict=True)},
-            key=jax.random.wrap_key_data(put(words, self.replicated)),
-        )
+        with jax.ensure_compile_time_eval():  # where it is called within a jax.jit
+            zero = put(np.zeros((), np.int32), self.replicated)
+            words = np.asarray(jax.random.key_data(jax.random.key(0)))
+            return dataclasses.replace(
+                layout.shardings,
+                step=zero,
+                num_batches=zero,
+                **{kind: layout.place(kind, tensors) for kind, tensors in zip(KINDS, held, strict=True)},
+                key=jax.random.wrap_key_data(put(words, self.replicated)),
+            )
 
     @error_prefix(None)
     def __call__(self, *state_and_batch: PyTree, **inputs: PyTree) -> PyTree:
@@ -111,9 +112,9 @@ class ApplyStep(Step):
 
         Args:
             *state_and_batch: A state and a batch; or a batch alone, for the present values of the module, which are
-                then put on the mesh at each call (`init` does it once). A state is only read. The batch is a pytree
-                of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`. One that does
-                not divide over the mesh is computed whole on each device.
+                then put on the mesh at each call (`init` does it once; a `jax.jit` around this, when it is traced). A
+                state is only read. The batch is a pytree of CPU tensors, numpy arrays or arrays; global sizes, leading
+                dim split over `batch`. One that does not divide over the mesh is computed whole on each device.
             **inputs: None: inputs by name are a batch, `apply({"x": x})`.
 
         Returns:

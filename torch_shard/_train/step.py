@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax
 import jax.export
 import torch
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.filesize import decimal
 
@@ -196,7 +197,10 @@ class Step:
             return program, [*placed.arrays, *given]
         if isinstance(cause, Mismatch):
             self._causes.note(cause, num_calls)
-        program, given = self._compile(key, placed.arrays, state, values, loss=loss)
+        arrays = placed.arrays
+        if any(isinstance(array, Tracer) for array in arrays):  # which do not say how they are split
+            arrays = self._put(batch, only_shapes=True).arrays
+        program, given = self._compile(key, arrays, state, values, loss=loss)
         family = [known for known in family if not loss.replaces(known.loss)]
         if self._programs:
             reason = cause or key.difference(list(self._programs)[-1])

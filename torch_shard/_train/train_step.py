@@ -36,6 +36,7 @@ from torch_shard._state import (
     check_state,
     check_step,
     global_norm,
+    refuse_traced,
     select_state,
 )
 from torch_shard._train.comparison import Comparison
@@ -244,6 +245,7 @@ class TrainStep(Step):
         check_apart(self.caller, state)
         self._update.read(self.mesh)
         program, arrays = self._prepare(batch, state, skip_grad_norm)
+        refuse_traced("batch", arrays)
         own, others = self._own(state)
         self._update.refuse_loaded(own.opt_state, self._held)
         if not program.num_calls:
