@@ -311,7 +311,7 @@ class StepProgram:
             try:
                 array = put(tensor.detach(), self._sharding, rounds=True)
             except OverflowError as error:
-                raise OverflowError(f"{caller()}: a tensor that the loss closes over: {error}") from error
+                raise OverflowError(f"{caller()}: a tensor that is closed over: {error}") from error
             self._placed[position] = placed = (contents, array)
         return placed[1]
 
