@@ -639,6 +639,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "interop": {
         "ts.call_jax(None)": "TypeError: call_jax: fn must be a Callable, got NoneType. Give a function of arrays.",
         'ts.call_jax(jnp.sin, {1: x, "a": x})': "TypeError: call_jax: a dict has the keys 1, 'a', which cannot be put in order, as JAX does.",
+        "ts.call_torch(nn.BatchNorm1d(4), jnp.ones((8, 4)))": "NotImplementedError: The captured function writes in place to tensors that it closes over, of shapes (), (4,), (4,), and the compiled program could not keep that.",
         "ts.call_torch(None)": "TypeError: call_torch: fn must be a Callable, got NoneType. Give a torch callable.",
         "ts.call_torch(torch.nn.functional.dropout, jnp.ones(2))": "NeedsKey: dropout() draws random numbers: pass it a key (key=jax.random.key(seed)).",
         "ts.call_torch(torch.nn.functional.dropout, jnp.ones(2), key=5)": "TypeError: call_torch: key must be a random key of JAX, jax.random.key(seed), got 5.",
