@@ -42,7 +42,7 @@ def _as_loss(fn: ApplyFn) -> Callable[[Any, Any], tuple[torch.Tensor, dict[str, 
 
     def outputs_of(model: Any, batch: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
         out = fn(model, batch)
-        for leaf in flatten(out)[0]:
+        for leaf in flatten(out)[0] or [None]:
             if not isinstance(leaf, torch.Tensor | np.ndarray | np.generic | int | float | complex):
                 raise TypeError(
                     f"{caller()}: outputs must be tensors or numbers in containers, but {type(leaf).__name__} is among "
