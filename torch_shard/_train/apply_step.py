@@ -1,17 +1,14 @@
 """The forward pass of a module in eval mode as one compiled program, whose outputs stay split."""
 
-# optax has no stubs. JAX and PyTorch annotate some of their functions in part.
-# pyright: reportMissingTypeStubs=false
+# JAX and PyTorch annotate some of their functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import jax
 import numpy as np
-import optax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
@@ -23,7 +20,7 @@ from torch_shard._device import put
 from torch_shard._hosts import follow
 from torch_shard._loss import LossProgram
 from torch_shard._sharding import axes_of
-from torch_shard._state import KINDS, StateLayout, TrainState, check_names, check_state
+from torch_shard._state import KINDS, TrainState, check_names, check_state
 from torch_shard._train.options import StepOptions
 from torch_shard._train.step import Step
 
@@ -74,13 +71,6 @@ class ApplyStep(Step):
         if fn is not None:
             check_call("fn", fn, "model", "batch")
         super().__init__(model, _as_loss(call_model if fn is None else fn), options)
-
-    @functools.cached_property
-    def _state_layout(self) -> StateLayout:
-        return StateLayout(self.model, self._held, self.plan, optax.identity().init, groups=[])
-
-    def _state_structs(self) -> TrainState:
-        return self._state_layout.structs
 
     @error_prefix("init")
     def init(self) -> TrainState:
