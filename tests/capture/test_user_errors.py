@@ -9,6 +9,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.steps import step_of
+from tests.tables.cases import WHOLE, make_mesh
 
 
 class Narrow(nn.Module):
@@ -55,3 +56,15 @@ def test_adapters_too() -> None:
     with pytest.raises(RuntimeError) as error:
         ts.jax_jit(Narrow())(torch.ones(4, 4))
     assert 'In "blocks.1"' in "".join(traceback.format_exception_only(error.value))
+
+
+def test_inputs_by_name_of_a_forward_pass() -> None:
+    def fn(model: Narrow, batch: torch.Tensor) -> torch.Tensor:
+        return model.blocks[0](input=batch)
+
+    apply = ts.make_apply(Narrow(), fn=fn, mesh=make_mesh((1, 1)), plan=WHOLE)
+    with pytest.raises(RuntimeError) as error:
+        apply(torch.ones(4, 5))
+    words = "".join(traceback.format_exception_only(error.value)).splitlines()
+    assert 'given (4, 5): File "' in words[1]
+    assert words[2] == "make_apply: the forward pass was captured, once, for a batch of (4, 5) torch.float32."

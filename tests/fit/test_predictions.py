@@ -96,6 +96,25 @@ def test_an_object_of_torchmetrics_is_updated_by_each_batch(step: ts.TrainStep, 
     assert [len(labels) for _, labels in metric.seen] == [16, 16, 16, 5]
 
 
+class NoStep(ts.Callback):
+    def on_step(self, run: ts.Run) -> None:
+        pytest.fail("a step was taken")
+
+
+@pytest.mark.parametrize(
+    ("predict", "said"),
+    [
+        (lambda batch: batch, r"fit: predict is called with \(model, batch\), but"),
+        (lambda m, b: m(b), "must be Tensor, not"),
+        (lambda m, b: m(b[0]).numpy(), "needs the value of a tensor"),
+        (lambda m, b: None, "fit: outputs must be tensors or numbers in containers, but NoneType is among them"),
+    ],
+)
+def test_mistakes_of_predict_come_before_any_training(step: ts.TrainStep, predict: Any, said: str) -> None:
+    with pytest.raises((TypeError, NotImplementedError), match=said):
+        run(step, predict=predict, compute_metrics=len, callbacks=[NoStep()])
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import time
 
 import jax
 import optax
@@ -145,6 +146,20 @@ def test_where_processes_do_not_meet_it_says_why(reason, said, within, monkeypat
     within(PLAIN)
     with pytest.raises(RuntimeError, match=said):
         ts.initialize(initialization_timeout=7)
+
+
+def test_a_process_that_waits_for_others_says_so_before_jax_ends_it(within, monkeypatch, caplog):
+    monkeypatch.setattr("jax.distributed.initialize", lambda *_: time.sleep(1))
+    within(PLAIN)
+    ts.initialize(initialization_timeout=1)
+    assert caplog.messages[0].startswith("initialize: this process (")
+    assert (
+        "still waits for the others at 10.0.0.7:1234, and JAX ends it after 1 s. See that all have started"
+        in caplog.messages[0]
+    )
+    caplog.clear()
+    ts.initialize(initialization_timeout=10)
+    assert not caplog.messages
 
 
 def test_processes_that_others_have_started_are_taken_as_they_are(within, monkeypatch):

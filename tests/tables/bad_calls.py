@@ -120,6 +120,11 @@ def evaluate():
     return step().evaluation()
 
 
+@functools.cache
+def apply():
+    return ts.make_apply(Net(), mesh=mesh(), plan=PLAN)
+
+
 def donated():
     state = step().init(seed=0)
     step()(state, X)
@@ -176,7 +181,7 @@ def run_cli(*args):
 
 
 MADE: dict[str, Callable[[], Any]] = {
-    **{fn.__name__: fn for fn in (mesh, explicit, donated, evaluate, other_state, saved, file, weights)},
+    **{fn.__name__: fn for fn in (mesh, explicit, donated, evaluate, apply, other_state, saved, file, weights)},
     **{"step": step, "comparison": comparison, "model": Net, "folder": tempfile.mkdtemp},
     **{"state": lambda: step().init(seed=0), "sgd": lambda: optax.sgd(0.1), "plan": lambda: PLAN, "x": lambda: X},
 }
@@ -213,6 +218,8 @@ REFUSED: dict[str, dict[str, str]] = {
         "ts.plans.fsdp(5, mesh)": "TypeError: plans.fsdp: model must be a Module, got int.",
         "ts.plans.fsdp(model, 5)": "TypeError: plans.fsdp: mesh must be a jax.sharding.Mesh, got int.",
         "ts.plans.fsdp(model, mesh, fsdp=5)": "TypeError: plans.fsdp: fsdp must be the name of an axis, or a tuple of some, got 5.",
+        "ts.plans.fsdp(model)": "TypeError: plans.fsdp: missing 1 required positional argument: 'mesh'. Call it as fsdp(model, mesh).",
+        "ts.plans.fsdp(model, ts.make_mesh(data=8))": 'ValueError: plans.fsdp: on the mesh (data=8): fsdp="batch" names no axis of it. Give axes that it has, each once, or a mesh of these: make_mesh(batch=...).',
         'ts.plans.fsdp(model, mesh, fsdp="x")': 'ValueError: plans.fsdp: on the mesh (batch=2): fsdp="x" names no axis of it.',
         "ts.plans.tp(model, mesh, tp='batch', pad_vocab=1)": 'ValueError: plans.tp: pad_vocab must be True, False or "auto", got 1.',
         "ts.plans.fsdp(model, mesh, strict=1)": "TypeError: plans.fsdp: strict must be a bool, got int.",
@@ -269,7 +276,7 @@ REFUSED: dict[str, dict[str, str]] = {
         'ts.initialize("a:1", 2, 2)': "ValueError: initialize: processes are numbered from 0: the number of one must be less than the number of all",
         'ts.initialize("a:1", 2)': "ValueError: initialize: found coordinator_address='a:1', num_processes=2, which does not say",
         "ts.initialize(num_processes=2, process_id=1)": "ValueError: initialize: this is one of 2 processes (arguments: num_processes=2, process_id=1), and nothing says where process 0 runs.",
-        'ts.initialize("a:1", 2, 1)': "RuntimeError: initialize: must be called before JAX starts its devices",
+        'mesh and ts.initialize("a:1", 2, 1)': "RuntimeError: initialize: must be called before JAX starts its devices",
         "ts.initialize(initialization_timeout=0)": "ValueError: initialize: initialization_timeout must be a positive integer, got 0.",
         "ts.initialize(heartbeat_timeout_seconds=0.5)": "ValueError: initialize: heartbeat_timeout_seconds must be a positive integer, got 0.5.",
         "ts.initialize(5)": "ValueError: initialize: the coordinator's address must be host:port, found coordinator_address=5.",
@@ -346,6 +353,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "make(loss_fn=None)": "TypeError: make_train_step: loss_fn must be a Callable, got NoneType.",
         "make(loss_fn=nn.MSELoss())": "TypeError: make_train_step: loss_fn is called with (model, batch), and MSELoss wants",
         "make(loss_fn=lambda: 0)": "TypeError: make_train_step: loss_fn is called with (model, batch), but <lambda>() cannot be:",
+        "ts.make_train_step(model, mse, sgd)": "TypeError: make_train_step: missing 2 required keyword-only arguments: 'mesh' and 'plan'. Call it as make_train_step(model, loss_fn, optimizer, mesh=ts.make_mesh(batch=...), plan=ts.plans.fsdp(...)).",
         'make(optimizer="adam")': "TypeError: make_train_step: optimizer must be an optimizer of torch.optim, such as",
         "make(optimizer=torch.optim.SGD([torch.ones(2, requires_grad=True)], 0.1))": "ValueError: make_train_step: the optimizer has parameters that are not the model's",
         "make(optimizer=torch.optim.LBFGS(model.parameters()))": "TypeError: make_train_step: the optimizer is a torch.optim.lbfgs.LBFGS, and what its step() does cannot be known",
@@ -358,6 +366,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "make(mesh=None)": "TypeError: make_train_step: mesh must be a jax.sharding.Mesh, got NoneType. Build one with",
         "make(mesh=explicit)": "ValueError: make_train_step: every mesh axis must be Auto, so that XLA may choose the",
         "make(plan=None)": "TypeError: make_train_step: plan must be a ShardingPlan, got NoneType.",
+        "make(plan={})": "TypeError: make_train_step: plan must be a ShardingPlan, got dict. Make one of rules, as in ts.ShardingPlan({...}, default=P()).",
         "make(optimizer_plan={})": "TypeError: make_train_step: optimizer_plan must be a ShardingPlan or None, got dict.",
         'make(batch_spec="batch")': "TypeError: make_train_step: batch_spec must be a P or a Mapping or None, got str.",
         'make(batch_spec=P("bach"))': "ValueError: make_train_step: batch_spec on mesh (batch=2): P('bach') names an axis that the",
@@ -386,9 +395,13 @@ REFUSED: dict[str, dict[str, str]] = {
     "init": {
         "step.init(seed=1.5)": "ValueError: init: seed must be an int of 32 bits, from 0 to 4294967295, got 1.5.",
         'step.init(seed="a")': "ValueError: init: seed must be an int of 32 bits, from 0 to 4294967295, got 'a'.",
+        "step.init(0)": "TypeError: init: takes 1 positional argument but 2 were given. Call it as init(seed=...).",
         'make().init(donate="yes")': "TypeError: init: donate must be a bool, got str.",
     },
     "step": {
+        "step(x)": "TypeError: make_train_step: missing 1 required positional argument: 'batch'. Call it as step(state, batch).",
+        "evaluate()": "TypeError: make_eval_step: missing 2 required positional arguments: 'state' and 'batch'. Call it as step(state, batch).",
+        "step.export()": "TypeError: export: missing 1 required positional argument: 'state'. Call it as export(state).",
         "step(None, x)": "TypeError: make_train_step: state must be a TrainState, got NoneType. step.init(seed=0) gives",
         "step(other_state, x)": "ValueError: make_train_step: params of the state do not fit. layer.weight: missing layer.bias:",
         "step(donated, x)": "ValueError: make_train_step: this state was donated to an earlier call of the step. Go on with",
@@ -422,6 +435,8 @@ REFUSED: dict[str, dict[str, str]] = {
         "evaluate(donated, x)": "ValueError: make_eval_step: this state was donated to an earlier call of the step. Go on with",
         "evaluate.lower(None, x)": "TypeError: make_eval_step: state must be a TrainState, got NoneType. step.init(seed=0) gives",
         "jax.jit(lambda s: step(s, x))(state)": "NotImplementedError: make_train_step: the state is traced by a jax.jit or another transform",
+        "jax.jit(lambda x: step(state, x))(jnp.ones((8, 4)))": "NotImplementedError: make_train_step: the batch is traced by a jax.jit or another transform",
+        "jax.grad(lambda s: evaluate(s, x), allow_int=True)(state)": "NotImplementedError: make_eval_step: the state is traced by a jax.jit or another transform",
         "in_explicit(lambda: step(state, x))": "ValueError: make_train_step: every axis of the mesh that is current here, by jax.set_mesh or",
         "in_inference(lambda: run())": "ValueError: make_train_step: the loss does not depend on any trainable parameter. Something",
         "in_explicit(lambda: evaluate(state, x))": "ValueError: make_eval_step: every axis of the mesh that is current here, by jax.set_mesh or",
@@ -453,6 +468,13 @@ REFUSED: dict[str, dict[str, str]] = {
         "make_eval(local_batches=None)": "TypeError: make_eval_step: local_batches must be a bool, got NoneType.",
         'make_eval(batch_spec="batch")': "TypeError: make_eval_step: batch_spec must be a P or a Mapping or None, got str.",
         "make_eval(compile_cache=5)": "TypeError: make_eval_step: compile_cache must be a path or None, got int.",
+    },
+    "make_apply": {
+        "apply()": "TypeError: make_apply: call apply(state, batch) or apply(batch), found apply(). Several inputs",
+        "apply(state)": "TypeError: make_apply: call apply(state, batch) or apply(batch), found apply(TrainState).",
+        "apply(x, state)": "TypeError: make_apply: call apply(state, batch) or apply(batch), found apply(Tensor, TrainState).",
+        "apply(x, x)": """TypeError: make_apply: call apply(state, batch) or apply(batch), found apply(Tensor, Tensor). Several inputs are one batch: apply((x, y)) or apply({"x": x}).""",
+        "apply(x=x)": "TypeError: make_apply: call apply(state, batch) or apply(batch), found apply(x=).",
     },
     "Checkpointer": {
         "ts.Checkpointer(None)": "TypeError: Checkpointer: directory must be a path, got NoneType.",
@@ -487,6 +509,7 @@ REFUSED: dict[str, dict[str, str]] = {
         'Checkpointer(folder).save(state, metrics={"a": "x"})': "TypeError: Checkpointer.save: metrics must be numbers by name, got 'a': 'x'.",
     },
     "names of other libraries": {
+        "ts.fit(step, [x], steps=1)": "TypeError: fit: missing 1 required positional argument: 'loader'. Call it as fit(step, state, loader, steps=).",
         "ts.fit(step, None, [x], epochs=1)": "TypeError: fit: epochs= is called steps=, the number of batches of the whole run (epochs * len(loader)) here.",
         "ts.fit(step, None, [x], steps=1, max_norm=1.0)": "TypeError: fit: max_norm= is no argument of fit: it is clip_grad_norm= of make_train_step.",
         "ts.fit(step, None, [x], steps=1, prefecth=1)": "TypeError: fit: there is no argument prefecth=. Did you mean prefetch=?",
@@ -616,6 +639,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "interop": {
         "ts.call_jax(None)": "TypeError: call_jax: fn must be a Callable, got NoneType. Give a function of arrays.",
         'ts.call_jax(jnp.sin, {1: x, "a": x})': "TypeError: call_jax: a dict has the keys 1, 'a', which cannot be put in order, as JAX does.",
+        "ts.call_torch(nn.BatchNorm1d(4), jnp.ones((8, 4)))": "NotImplementedError: The captured function writes in place to tensors that it closes over, of shapes (), (4,), (4,), and the compiled program could not keep that.",
         "ts.call_torch(None)": "TypeError: call_torch: fn must be a Callable, got NoneType. Give a torch callable.",
         "ts.call_torch(torch.nn.functional.dropout, jnp.ones(2))": "NeedsKey: dropout() draws random numbers: pass it a key (key=jax.random.key(seed)).",
         "ts.call_torch(torch.nn.functional.dropout, jnp.ones(2), key=5)": "TypeError: call_torch: key must be a random key of JAX, jax.random.key(seed), got 5.",

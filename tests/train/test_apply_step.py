@@ -53,6 +53,20 @@ def test_own_values_are_read_at_each_call_and_a_state_is_of_a_step():
     step(state, batch)  # the state was only read
 
 
+@pytest.mark.parametrize("rows", [8, 3], ids=["split", "whole"])
+def test_transforms_of_jax_go_around_the_first_call(rows):
+    model, batch = net().eval(), torch.randn(rows, 8)
+    x = batch.clone().requires_grad_()
+    model(x).square().sum().backward()
+    apply = ts.make_apply(model, mesh=make_mesh((4, 2)), plan=PLAN)
+    grad = jax.grad(lambda x: jax.numpy.square(apply(x)).sum())
+    np.testing.assert_allclose(grad(batch.numpy()), x.grad, atol=ATOL)
+    apply = ts.make_apply(model, mesh=make_mesh((4, 2)), plan=PLAN)
+    np.testing.assert_allclose(jax.jit(apply)(batch.numpy()), model(batch).detach(), atol=ATOL)
+    np.testing.assert_allclose(apply(batch), model(batch).detach(), atol=ATOL)
+    assert apply.num_compiles == 1
+
+
 def test_a_function_of_model_and_batch_gives_any_containers():
     model = net()
 
@@ -83,7 +97,9 @@ def test_mappings_and_tuples_are_arguments():
 
 def test_errors_say_what_to_do():
     mesh = make_mesh((4, 2))
-    with pytest.raises(TypeError, match=r"make_apply: call apply\(state, batch\) or apply\(batch\), got 3 arguments"):
+    with pytest.raises(
+        TypeError, match=r"make_apply: call apply\(state, batch\) or apply\(batch\), found apply\(int, int, int\)"
+    ):
         ts.make_apply(net(), mesh=mesh, plan=PLAN)(1, 2, 3)
     with pytest.raises(TypeError, match="make_apply: outputs must be tensors or numbers in containers, but object is"):
         ts.make_apply(net(), mesh=mesh, plan=PLAN, fn=lambda model, batch: object())(torch.ones(8, 8))

@@ -14,13 +14,15 @@ from typing import Any, cast
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch import eager_transforms, utils, vmap
+from torch.autograd.graph import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from torch_shard._capture.backward import leaves_behind
+from torch_shard._capture.backward import nodes_behind
 from torch_shard._capture.calls import calls_seen
 from torch_shard._capture.fakes import is_fake, tracer
 from torch_shard._capture.function_mode import as_captured, current_mode
 from torch_shard._capture.module_paths import annotate_backward
+from torch_shard._capture.provenance import current_user_line
 from torch_shard._common.patching import Owner, patched
 
 
@@ -82,25 +84,29 @@ def _seen(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     """Let the mode see the Python that a backward pass runs, though the call of autograd itself is being handled."""
 
     def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse_unseen(outputs)
+        nodes = [*nodes_behind(outputs)]
+        _refuse_unseen(nodes)
         if get_proxy_mode() is not None:
-            annotate_backward(outputs, tracer().graph)
+            annotate_backward(nodes, tracer().graph)
         with current_mode() or contextlib.nullcontext(), calls_seen(True):
             return run_backward(outputs, *args, **kwargs)
 
     return run
 
 
-def _refuse_unseen(outputs: Iterable[torch.Tensor]) -> None:
+def _refuse_unseen(nodes: list[Node]) -> None:
     """Refuse a gradient for a tensor that nothing stands for: its path would be missing from that of its stand-in.
 
     Raises:
         NotImplementedError: Such a tensor is a leaf of the graph.
     """
-    for leaf in leaves_behind(outputs):
-        if not is_fake(leaf) and not is_functorch_wrapped_tensor(leaf):
-            raise NotImplementedError(
-                f"A tensor of shape {tuple(leaf.shape)} that requires a gradient went into an autograd.Function as it "
-                "is, by an `apply` that was taken from the class before, as in `self.f = F.apply`; its gradient would "
-                "be lost. Call F.apply(...) itself, or take it as a global of a module: `f = F.apply`."
-            )
+    for node in nodes:
+        for after, _ in node.next_functions:
+            leaf = getattr(after, "variable", None)
+            if isinstance(leaf, torch.Tensor) and not is_fake(leaf) and not is_functorch_wrapped_tensor(leaf):
+                raise NotImplementedError(
+                    f"{current_user_line()}\nHere is a gradient for a tensor of shape {tuple(leaf.shape)} that went "
+                    f"into the autograd.Function {node.name().removesuffix('Backward')} as it is, by an `apply` that "
+                    "was taken from the class before, as in `self.f = F.apply`; it would be lost. Call F.apply(...) "
+                    "itself, or take it as a global of a module: `f = F.apply`."
+                )

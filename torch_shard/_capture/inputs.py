@@ -56,11 +56,12 @@ def return_writes(graph: torch.fx.GraphModule, num_outputs: int, num_inputs: int
             graph.graph.erase_node(node)
     outputs = outputs_of(graph.graph)[:num_outputs]
     graph.graph.output_node().args = ([*outputs, *writes.values()],)
-    if any(position >= num_inputs for position in writes):
+    if shapes := [str(tuple(inputs[p].meta["val"].shape)) for p in writes if p >= num_inputs]:
         raise NotImplementedError(
-            "The captured function writes in place to a tensor that it closes over, and the compiled program could not "
-            "keep that write. make_train_step keeps parameters and buffers (register_buffer), such as the statistics "
-            "of batch norms in train mode; elsewhere write to a clone and return it."
+            f"The captured function writes in place to tensors that it closes over, of shapes {', '.join(shapes)}, and "
+            "the compiled program could not keep that. make_train_step keeps parameters and buffers (register_buffer), "
+            "such as the statistics of batch norms in train mode, which eval() leaves as they are; elsewhere write to "
+            "a clone and return it."
         )
     return tuple(writes)
 

@@ -6,11 +6,9 @@
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 
-import torch
+from torch.autograd.graph import Node
 from torch.fx import Graph
 from torch.fx import traceback as fx_traceback
-
-from torch_shard._capture.backward import nodes_behind
 
 Notes = Mapping[str, str]
 
@@ -25,17 +23,17 @@ def annotated(**notes: str) -> contextlib.AbstractContextManager[None]:
     return fx_traceback.annotate(dict(notes))
 
 
-def annotate_backward(outputs: Iterable[torch.Tensor], graph: Graph) -> None:
+def annotate_backward(functions: Iterable[Node], graph: Graph) -> None:
     """Let a backward pass note on its nodes where the forward nodes stand that they belong to.
 
     Autograd numbers the operators of the forward pass; nodes have the number, and so has its own graph.
 
     Args:
-        outputs: Of which the gradients are about to be computed.
+        functions: Autograd's, which are about to run.
         graph: The graph of the trace so far.
     """
     forward = {n.meta.get("seq_nr"): n.meta["custom"] for n in reversed(graph.nodes) if n.meta.get("custom")}
-    for function in nodes_behind(outputs):
+    for function in functions:
         if (notes := forward.get(function._sequence_nr())) is not None:
             before, after = _hooks(_of_backward(notes))
             function.register_prehook(before)

@@ -53,7 +53,7 @@ def _module_called(frame: FrameType) -> tuple[nn.Module, tuple[object, ...]] | N
     """The module that a frame calls, with its arguments."""
     if frame.f_code is not nn.Module._call_impl.__code__:  # pyright: ignore[reportPrivateUsage]
         return None
-    return frame.f_locals["self"], frame.f_locals["args"]
+    return frame.f_locals["self"], (*frame.f_locals["args"], *frame.f_locals["kwargs"].values())
 
 
 def _kind(module: nn.Module) -> str:

@@ -10,7 +10,7 @@ the packages, and nothing is wrapped: signatures, doctests, tracebacks and the t
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _F = TypeVar("_F", bound=Callable[..., object])
 _NAMES: dict[CodeType, str | None] = {}
@@ -36,12 +36,16 @@ def error_prefix(name: str | None) -> Callable[[_F], _F]:
     return note
 
 
+def prefix_of(function: Callable[..., object], *args: Any) -> str:
+    """Name a noted function, which is given these arguments; empty if it takes them to say that."""
+    return _NAMES[function.__code__] or (args[0].caller if args else "")
+
+
 def caller() -> str:
     """Name the innermost public function under way."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code in _NAMES:
-            name = _NAMES[frame.f_code]
-            return frame.f_locals[frame.f_code.co_varnames[0]].caller if name is None else name
+            return _NAMES[frame.f_code] or frame.f_locals[frame.f_code.co_varnames[0]].caller
         frame = frame.f_back
     return "torch_shard"

@@ -1,10 +1,12 @@
-"""Keyword arguments under the name that another library gives them: an error that has the name here."""
+"""Arguments that a public function does not have, often by another library's name, or lacks: an error with its own."""
 
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
+
+from torch_shard._common.caller import prefix_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -44,7 +46,7 @@ _SAID = {
     "steps": "steps=, the number of batches of the whole run (epochs * len(loader))",
     "progress": "progress=, True or False",
     "remat": 'remat="block"',
-    "plan": "plan=, which ts.plans.fsdp(model, mesh) and others make",
+    "plan": "plan=ts.plans.fsdp(...)",
     "mesh": "mesh=ts.make_mesh(batch=...)",
     "checkpointer": "checkpointer=ts.Checkpointer(directory), from which a run also goes on",
 }
@@ -60,28 +62,39 @@ _TAKERS: dict[str, list[str]] = {}
 
 
 def near_misses(function: Callable[P, T]) -> Callable[P, T]:
-    """Answer a keyword argument that a public function does not have with the one that was meant."""
-    name = function.__qualname__.removesuffix(".__init__")
-    parameters = inspect.signature(function).parameters
-    known = list(parameters)
-    num_positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
-    required = [key for key, p in parameters.items() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
-    for own in known:
-        _TAKERS.setdefault(own, []).append(name)
+    """Answer a call with arguments that a public function does not have, or without some, with the one that was meant.
+
+    Of keyword arguments that it does not have, it says which they are here.
+    """
+    parameters = {key: p for key, p in inspect.signature(function).parameters.items() if key != "self"}
+    if (name := prefix_of(function)) and "." not in name:
+        for own in parameters:
+            _TAKERS.setdefault(own, []).append(name)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if unknown := [key for key in kwargs if key not in known]:
-            raise TypeError(f"{name}: " + " ".join(_answer(key, name, known) for key in unknown))
-        if len(args) > num_positional:
-            raise TypeError(
-                f"{name}: takes {num_positional} arguments by position, found {len(args)}. Name the others."
-            )
-        if missing := [key for key in required if key not in kwargs]:
-            raise TypeError(f"{name}: give it " + " and ".join(_SAID.get(key, f"{key}=") for key in missing) + ".")
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            if getattr(error.__traceback__, "tb_next", None):  # it was raised within
+                raise
+            name = prefix_of(function, *args)
+            said = " ".join(_answer(key, name, list(parameters)) for key in kwargs if key not in parameters)
+            raise TypeError(f"{name}: {said or _usual(function, parameters, str(error))}") from None
 
     return call
+
+
+def _usual(function: Callable[..., object], parameters: Mapping[str, inspect.Parameter], error: str) -> str:
+    """Say after Python's words how a function is called: with what it needs, or else by the name of the first."""
+    named = {key: _SAID.get(key, f"{key}=...").partition(",")[0] for key in parameters}
+    needed = [
+        key if p.kind is p.POSITIONAL_OR_KEYWORD else named[key]
+        for key, p in parameters.items()
+        if p.default is p.empty
+    ]
+    own = "step" if function.__name__ == "__call__" else function.__name__
+    return f"{error.partition('() ')[2]}. Call it as {own}({', '.join(needed or [*named.values()][:1])})."
 
 
 def _answer(key: str, name: str, known: list[str]) -> str:

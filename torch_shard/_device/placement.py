@@ -26,6 +26,7 @@ from torch_shard._sharding import (
     TensorPlaces,
     axes_of,
     check_mesh,
+    check_plan,
     describe_mesh,
     describe_spec,
     entry_of,
@@ -142,7 +143,7 @@ def place(model_or_tree: PyTree, mesh: Mesh, plan: ShardingPlan) -> PyTree:
     """
     check_kind("model_or_tree", model_or_tree, torch.nn.Module | Mapping)
     check_mesh(mesh)
-    check_kind("plan", plan, ShardingPlan)
+    check_plan(plan)
     shardings = plan.resolve(model_or_tree, mesh)
     module = unwrapped(model_or_tree) if isinstance(model_or_tree, torch.nn.Module) else None
     held: Mapping[str, Any] = model_or_tree if module is None else holdings(module).all  # pyright: ignore

@@ -111,6 +111,10 @@ class Batches:
             if size and count != size:
                 raise ValueError(f"{caller()}: the loader has {count} batches, but len() says {size}.")
 
+    def first(self) -> PyTree | None:
+        """The first batch; None where there is none, or an iterator would lose it."""
+        return None if self._is_iterator else next(self.epoch(0), None)
+
     def epoch(self, number: int, loader: Any = None) -> Iterator[PyTree]:
         """The batches of one epoch."""
         # Those that a function or an iterator holds are its own: it cannot be begun anew.

@@ -181,14 +181,21 @@ def fit(
     schedule = Schedule.of(step, scheduler, schedule_by, epoch=batches.per_epoch, evaluates=evaluates)
     gate = Gate.of(step.mesh)
     if gate is not None:
-        names = "steps", "eval_every", "on_bad_step", "skip_grad_norm", "seed", "prove_steps", "check_replicas_every"
-        values = steps, eval_every, on_bad_step, skip_grad_norm, seed, prove_steps, check_replicas_every
-        settings = dict(zip(names, values, strict=True)) | {
+        settings = {
+            "steps": steps,
+            "eval_every": eval_every,
+            "on_bad_step": on_bad_step,
+            "skip_grad_norm": skip_grad_norm,
+            "seed": seed,
+            "prove_steps": prove_steps,
+            "check_replicas_every": check_replicas_every,
             "a given state": state is not None,
             "predictions": predict is not None,
         }
         agree_on_run(settings, checkpointer, {"loader": loader, "eval_loader": eval_loader})
     state, notes = _begin(step, state, checkpointer)
+    if evaluation is not None:
+        evaluation.try_out(state)
     start = int(state.num_batches)
     if start > steps:
         raise ValueError(

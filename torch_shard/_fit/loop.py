@@ -33,6 +33,11 @@ class Evaluation:
     def __init__(self, step: EvalStep, batches: Batches, predictions: Predictions | None = None) -> None:
         self._step, self._batches, self._predictions = step, batches, predictions
 
+    def try_out(self, state: TrainState) -> None:
+        """Meet mistakes of `predict` before any training, by its capture for the first batch."""
+        if self._predictions and (batch := self._batches.first()) is not None:
+            self._predictions.step.lower(state, batch)
+
     def __call__(self, state: TrainState) -> dict[str, float]:
         """The means by name, in which a batch weighs as many rows as it has; each draws random numbers of its own."""
         found: list[dict[str, Any]] = []

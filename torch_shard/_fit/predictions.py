@@ -16,6 +16,10 @@ from torch_shard._train import ApplyStep, ShardedBatch, TrainStep
 Compute = Callable[[Any], Mapping[str, Any]]
 
 
+class _Predict(ApplyStep):
+    caller = "fit"
+
+
 class Predictions:
     """What `predict` returns for the batches of an evaluation, and the metrics of all of it.
 
@@ -23,6 +27,9 @@ class Predictions:
         step: Whose model, mesh and plan.
         predict: `predict(model, batch)`, plain torch.
         compute: A function of all predictions, or an object of torchmetrics.
+
+    Attributes:
+        step: It gives them.
 
     Raises:
         TypeError: One of the two is missing, or of the wrong kind.
@@ -36,7 +43,8 @@ class Predictions:
             )
         if not is_metric(compute):
             check_call("compute_metrics", compute, "predictions")
-        self._step = ApplyStep(step.model, cast(Any, predict), step.options.for_evaluation())
+        check_call("predict", predict, "model", "batch")
+        self.step = _Predict(step.model, cast(Any, predict), step.options.for_evaluation())
         self._compute, self._batches = cast(Any, compute), list[PyTree]()
 
     def begin(self) -> None:
@@ -47,7 +55,7 @@ class Predictions:
 
     def add(self, state: TrainState, batch: ShardedBatch) -> None:
         """Take up those of a batch, as CPU tensors with all its rows."""
-        found = gather(self._step(state, batch))
+        found = gather(self.step(state, batch))
         if not is_metric(self._compute):
             self._batches.append(found)
         elif isinstance(found, Mapping):

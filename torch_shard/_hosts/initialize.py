@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import logging
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -143,6 +144,11 @@ def _own_devices(found: Found) -> tuple[int, ...] | None:
     return share_devices(os.environ, found.local, len(list(Path("/dev").glob("nvidia[0-9]*"))))
 
 
+_REMEDY = (
+    "See that all have started, and that the port is open there and reachable; or give another coordinator_address=."
+)
+
+
 def _start(found: Found, devices: tuple[int, ...] | None, timeout: int, heartbeat: int) -> None:
     if found.launcher == "Kubernetes" and found.by_jax and importlib.util.find_spec("kubernetes") is None:
         raise ValueError(
@@ -152,7 +158,7 @@ def _start(found: Found, devices: tuple[int, ...] | None, timeout: int, heartbea
         )
     if jax.config.values["jax_cpu_collectives_implementation"] is None:  # CPU devices of others would be out of reach
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    logger.info("waiting for %s at %s", found.says, found.coordinator or "the place that JAX finds")
+    waits = _tell_if_late(found, timeout)
     try:
         jax.distributed.initialize(
             found.coordinator,
@@ -171,14 +177,24 @@ def _start(found: Found, devices: tuple[int, ...] | None, timeout: int, heartbea
             ) from None
         raise RuntimeError(
             f"{caller()}: all processes must reach the one that has the number 0, found that they did not meet at "
-            f"{found.coordinator} within {timeout} s ({found.says}). See that all have started, and that the port is "
-            f"open there and reachable; or give another coordinator_address=. JAX says: {error}"
+            f"{found.coordinator} within {timeout} s ({found.says}). {_REMEDY} JAX says: {error}"
         ) from error
     except RuntimeError as error:  # the only plain one
         raise RuntimeError(
             f"{caller()}: must be called before JAX starts its devices, found them started already: by jax.devices(), "
             "ts.make_mesh, an array or a tensor on the device jax. Call it first of all."
         ) from error
+    finally:
+        waits.cancel()
+
+
+def _tell_if_late(found: Found, timeout: int) -> threading.Timer:
+    """Say after a while that others are missing: JAX ends a process for which they never come, without an exception."""
+    text = "%s: this process (%s) still waits for the others at %s, and JAX ends it after %d s. %s"
+    given = caller(), found.says, found.coordinator or "the place that JAX finds", timeout, _REMEDY
+    timer = threading.Timer(min(10.0, timeout / 2), logger.warning, (text, *given))
+    timer.start()
+    return timer
 
 
 def coordinator() -> str | None:

@@ -20,7 +20,15 @@ from torch_shard._device import put, wrap_array
 from torch_shard._io.formats import HeldTensors, Index, TensorFile, open_safetensors, open_torch, read_part, read_runs
 from torch_shard._io.match import Allowed, Match, Rename, TargetEntry
 from torch_shard._io.training import Restoring, open_training
-from torch_shard._sharding import ShardingPlan, TensorPlaces, check_mesh, holdings, refuse_hooks, refuse_load_hooks
+from torch_shard._sharding import (
+    ShardingPlan,
+    TensorPlaces,
+    check_mesh,
+    check_plan,
+    holdings,
+    refuse_hooks,
+    refuse_load_hooks,
+)
 
 Source = str | os.PathLike[str]
 
@@ -180,7 +188,7 @@ class _Loader:
                 f"{caller()}: dtype must be a floating-point torch.dtype such as torch.bfloat16, got {dtype}."
             )
         check_mesh(mesh)
-        check_kind("plan", plan, ShardingPlan)
+        check_plan(plan)
         check_kind("model_or_names", target, torch.nn.Module | Mapping)
         if isinstance(target, torch.nn.Module):
             refuse_hooks(target)

@@ -1,5 +1,6 @@
 """Contents of a saved state: each stored array with the names of the entries in it."""
 
+import collections
 import dataclasses
 import functools
 import json
@@ -168,7 +169,7 @@ def check_alike(path: Path, found: Entries, wanted: Entries, *, params_only: boo
     """Refuse a saved state that is not like the one to fill.
 
     Raises:
-        ValueError: All differences are listed, a line for each entry.
+        ValueError: All differences are listed.
     """
     if lines := _unlike(found, wanted):
         raise ValueError(
@@ -181,8 +182,10 @@ def check_alike(path: Path, found: Entries, wanted: Entries, *, params_only: boo
 
 def _unlike(found: Entries, wanted: Entries) -> list[str]:
     have, need = dict.fromkeys(found), dict.fromkeys(wanted)
-    lines = [f"  {_show(e)}: missing in the checkpoint" for e in need if e not in have]
-    lines += [f"  {_show(e)}: in the checkpoint, not in the state to fill" for e in have if e not in need]
+    faults = {True: "missing in the checkpoint", False: "in the checkpoint, not in the state to fill"}
+    alone = ((*e, faults[e in need]) for e in need | have if (e in need) != (e in have))
+    places = collections.Counter((name if where == TENSORS else where, fault) for where, name, fault in alone)
+    lines = [f"  {place}{f' of {num} entries' * (num > 1)}: {fault}" for (place, fault), num in places.items()]
     for entry in (e for e in need if e in have and found.type_of(e) != wanted.type_of(e)):
         (shape, dtype), (other, other_dtype) = found.type_of(entry), wanted.type_of(entry)
         lines.append(f"  {_show(entry)}: {dtype} {shape} in the checkpoint, must be {other_dtype} {other}")

@@ -58,7 +58,7 @@ class _LossCapture:
 
     def run(self, host: HostInputs) -> LossProgram:
         """Capture it, for what the host has of the batch and of buffers."""
-        what = f"{caller()}: the loss"
+        what = self._what()
         joint, reads = self.joint(host=host), Reads(self.loss_fn)
         captured = capture_with(host, lambda: self._layers(joint, reads, what))
         program = LossProgram(captured, self.model, guard := reads.guard(), self.look_again)
@@ -89,7 +89,10 @@ class _LossCapture:
         again = self.run(host)
         if program.is_same(again):
             return
-        refuse_change(*self.joint(host=host)(None), f"{caller()}: the loss", program.difference(again))
+        refuse_change(*self.joint(host=host)(None), self._what(), program.difference(again))
+
+    def _what(self) -> str:
+        return f"{caller()}: {getattr(self.loss_fn, 'called', 'the loss')}"
 
 
 def loss_program(

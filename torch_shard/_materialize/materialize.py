@@ -29,7 +29,15 @@ from torch_shard._materialize.refusals import (
 )
 from torch_shard._materialize.slices import Fill, Slice, call_in_torch, cut, fills_of, host_value, is_constant
 from torch_shard._materialize.threefry import FUSED
-from torch_shard._sharding import ShardingPlan, TensorPlaces, check_mesh, holdings, refuse_hooks, replace_tensors
+from torch_shard._sharding import (
+    ShardingPlan,
+    TensorPlaces,
+    check_mesh,
+    check_plan,
+    holdings,
+    refuse_hooks,
+    replace_tensors,
+)
 
 
 @public
@@ -86,7 +94,7 @@ def materialize(
         device(type='jax', index=0)
     """
     check_mesh(mesh)
-    check_kind("plan", plan, ShardingPlan)
+    check_plan(plan)
     seed = check_seed(seed)
     if isinstance(model, nn.Module):
         hint = "It names a method of submodules, or is called on each of them."

@@ -129,7 +129,8 @@ def check_axes(mesh: Mesh, **given: Axes | None) -> None:
     faults += [f'axis "{axis}" is given twice.' for axis in dict.fromkeys(axes) if axes.count(axis) > 1]
     if faults:
         raise ValueError(
-            f"{caller()}: on the mesh {describe_mesh(mesh)}: {' '.join(faults)} Give axes that it has, each once."
+            f"{caller()}: on the mesh {describe_mesh(mesh)}: {' '.join(faults)} Give axes that it has, each once, or a "
+            f"mesh of these: make_mesh({', '.join(f'{axis}=...' for axis in dict.fromkeys(axes))})."
         )
 
 

@@ -3,8 +3,7 @@
 import dataclasses
 
 from torch_shard._common.caller import error_prefix
-from torch_shard._common.validate import check_kind
-from torch_shard._sharding import Pipeline, Schedule, ShardingPlan
+from torch_shard._sharding import Pipeline, Schedule, ShardingPlan, check_plan
 
 
 @error_prefix("plans.pipeline")
@@ -35,5 +34,5 @@ def pipeline(
         >>> plan.pipeline.axis, plan.pipeline.schedule
         ('stage', '1f1b')
     """
-    check_kind("plan", plan, ShardingPlan)
+    check_plan(plan)
     return dataclasses.replace(plan, pipeline=Pipeline(stage, repeats, schedule))

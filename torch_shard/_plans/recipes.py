@@ -12,6 +12,7 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 from torch_shard._common.caller import caller, error_prefix
+from torch_shard._common.near_misses import near_misses
 from torch_shard._common.validate import check_kind
 from torch_shard._common.wrappers import check_module
 from torch_shard._plans.decisions import (
@@ -55,6 +56,7 @@ def replicated(model: torch.nn.Module | None = None, mesh: Mesh | None = None) -
     return ShardingPlan({"**": PartitionSpec()}, reasons={"**": "data parallel: whole on each device"})
 
 
+@near_misses
 @error_prefix("plans.fsdp")
 def fsdp(model: torch.nn.Module, mesh: Mesh, *, fsdp: Axes = "batch", strict: bool = False) -> ShardingPlan:
     """Split every matrix over the axis of the batch: ZeRO-3, fully sharded data parallelism.
@@ -81,6 +83,7 @@ def fsdp(model: torch.nn.Module, mesh: Mesh, *, fsdp: Axes = "batch", strict: bo
     return plan_of(model, _decide(model, mesh, fsdp=fsdp), strict=strict)
 
 
+@near_misses
 @error_prefix("plans.hsdp")
 def hsdp(
     model: torch.nn.Module, mesh: Mesh, *, replicate: Axes = "replica", fsdp: Axes = "batch", strict: bool = False
@@ -111,6 +114,7 @@ def hsdp(
     return dataclasses.replace(plan, rows=(*names_of(replicate), *names_of(fsdp)))
 
 
+@near_misses
 @error_prefix("plans.tp")
 def tp(
     model: torch.nn.Module, mesh: Mesh, *, tp: Axes = "model", pad_vocab: PadVocab = "auto", strict: bool = False
@@ -144,6 +148,7 @@ def tp(
     return plan_of(model, _decide(model, mesh, tp=tp, pad_vocab=pad_vocab), strict=strict)
 
 
+@near_misses
 @error_prefix("plans.fsdp_tp")
 def fsdp_tp(
     model: torch.nn.Module,
@@ -232,6 +237,7 @@ def _tell_of_experts(model: torch.nn.Module) -> None:
         )
 
 
+@near_misses
 @error_prefix("plans.expert")
 def expert(
     model: torch.nn.Module,

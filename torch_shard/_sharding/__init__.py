@@ -41,7 +41,7 @@ from torch_shard._sharding.mesh import (
 )
 from torch_shard._sharding.patterns import make_matcher
 from torch_shard._sharding.pipeline import Pipeline, Schedule, Stages
-from torch_shard._sharding.plan import ShardingPlan, in_form_of
+from torch_shard._sharding.plan import ShardingPlan, check_plan, in_form_of
 from torch_shard._sharding.resolved import ResolvedEntry, ResolvedPlan
 from torch_shard._sharding.stack_rows import row_sharding, stack_sharding, take_row
 from torch_shard._sharding.stacked import (
@@ -80,6 +80,7 @@ __all__ = [
     "axes_of",
     "check_current_mesh",
     "check_mesh",
+    "check_plan",
     "constrain_in_steps",
     "constrain_stacks",
     "describe_group",

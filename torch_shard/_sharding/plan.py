@@ -413,6 +413,15 @@ def _count(items: Sized, noun: str) -> str:
     return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
 
 
+def check_plan(plan: object) -> None:
+    """Refuse what is no plan.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    check_kind("plan", plan, ShardingPlan, hint="Make one of rules, as in ts.ShardingPlan({...}, default=P()).")
+
+
 def in_form_of(plan: ShardingPlan, other: ShardingPlan) -> ShardingPlan:
     """The rules of a plan for entries that are stored as another plan has them."""
     ranks = {key: rank for key, rank in plan.ranks.items() if key[0] == "rules"}

@@ -12,6 +12,7 @@ import jax
 from jax.core import Tracer
 
 from torch_shard._common.caller import caller
+from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._sharding import Stacks
 from torch_shard._state.state import KINDS, TrainState
@@ -31,11 +32,7 @@ def check_state(state: TrainState, *, only_shapes: bool = False) -> None:
         raise TypeError(
             f"{caller()}: the state has shapes and no values, which step.lower and step.preview take. {hint}"
         )
-    if isinstance(state.step, Tracer):
-        raise NotImplementedError(
-            f"{caller()}: the state is traced by a jax.jit or another transform around the call. A step is a "
-            "compiled program by itself: call it outside."
-        )
+    refuse_traced("state", state)
     if isinstance(cast(object, state.step), jax.Array) and state.step.is_deleted():
         raise ValueError(
             f"{caller()}: this state was donated to an earlier call of the step. Go on with the state that "
@@ -45,6 +42,19 @@ def check_state(state: TrainState, *, only_shapes: bool = False) -> None:
         raise ValueError(
             f"{caller()}: arrays of this state are gone, as another state that shares them was donated to a step: "
             f"{', '.join(gone)}. A step reuses all arrays of its state. {_COPY}"
+        )
+
+
+def refuse_traced(what: str, values: PyTree) -> None:
+    """Refuse the state or the batch of a call within a function that JAX traces.
+
+    Raises:
+        NotImplementedError: JAX does.
+    """
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(values)):
+        raise NotImplementedError(
+            f"{caller()}: the {what} is traced by a jax.jit or another transform around the call. A step is a "
+            "compiled program by itself: call it outside."
         )
 
 

@@ -1,17 +1,14 @@
 """The forward pass of a module in eval mode as one compiled program, whose outputs stay split."""
 
-# optax has no stubs. JAX and PyTorch annotate some of their functions in part.
-# pyright: reportMissingTypeStubs=false
+# JAX and PyTorch annotate some of their functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import jax
 import numpy as np
-import optax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
@@ -23,7 +20,7 @@ from torch_shard._device import put
 from torch_shard._hosts import follow
 from torch_shard._loss import LossProgram
 from torch_shard._sharding import axes_of
-from torch_shard._state import KINDS, StateLayout, TrainState, check_names, check_state
+from torch_shard._state import KINDS, TrainState, check_names, check_state
 from torch_shard._train.options import StepOptions
 from torch_shard._train.step import Step
 
@@ -42,7 +39,7 @@ def _as_loss(fn: ApplyFn) -> Callable[[Any, Any], tuple[torch.Tensor, dict[str, 
 
     def outputs_of(model: Any, batch: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
         out = fn(model, batch)
-        for leaf in flatten(out)[0]:
+        for leaf in flatten(out)[0] or [None]:
             if not isinstance(leaf, torch.Tensor | np.ndarray | np.generic | int | float | complex):
                 raise TypeError(
                     f"{caller()}: outputs must be tensors or numbers in containers, but {type(leaf).__name__} is among "
@@ -51,6 +48,7 @@ def _as_loss(fn: ApplyFn) -> Callable[[Any, Any], tuple[torch.Tensor, dict[str, 
                 )
         return torch.zeros(()), {"outputs": out}
 
+    outputs_of.called = "the forward pass"  # pyright: ignore[reportFunctionMemberAccess]
     return outputs_of
 
 
@@ -74,13 +72,6 @@ class ApplyStep(Step):
             check_call("fn", fn, "model", "batch")
         super().__init__(model, _as_loss(call_model if fn is None else fn), options)
 
-    @functools.cached_property
-    def _state_layout(self) -> StateLayout:
-        return StateLayout(self.model, self._held, self.plan, optax.identity().init, groups=[])
-
-    def _state_structs(self) -> TrainState:
-        return self._state_layout.structs
-
     @error_prefix("init")
     def init(self) -> TrainState:
         """The present values of the module on their shards, as a state to call this with again and again.
@@ -95,25 +86,27 @@ class ApplyStep(Step):
         """
         self._hold(self._tensors.present())
         layout, held = self._state_layout, (self._held.trainable, self._held.frozen, self._held.buffers)
-        zero = put(np.zeros((), np.int32), self.replicated)
-        words = np.asarray(jax.random.key_data(jax.random.key(0)))
-        return dataclasses.replace(
-            layout.shardings,
-            step=zero,
-            num_batches=zero,
-            **{kind: layout.place(kind, tensors) for kind, tensors in zip(KINDS, held, strict=True)},
-            key=jax.random.wrap_key_data(put(words, self.replicated)),
-        )
+        with jax.ensure_compile_time_eval():  # where it is called within a jax.jit
+            zero = put(np.zeros((), np.int32), self.replicated)
+            words = np.asarray(jax.random.key_data(jax.random.key(0)))
+            return dataclasses.replace(
+                layout.shardings,
+                step=zero,
+                num_batches=zero,
+                **{kind: layout.place(kind, tensors) for kind, tensors in zip(KINDS, held, strict=True)},
+                key=jax.random.wrap_key_data(put(words, self.replicated)),
+            )
 
     @error_prefix(None)
-    def __call__(self, *state_and_batch: PyTree) -> PyTree:
+    def __call__(self, *state_and_batch: PyTree, **inputs: PyTree) -> PyTree:
         """Run the forward pass on a batch.
 
         Args:
             *state_and_batch: A state and a batch; or a batch alone, for the present values of the module, which are
-                then put on the mesh at each call (`init` does it once). A state is only read. The batch is a pytree
-                of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`. One that does
-                not divide over the mesh is computed whole on each device.
+                then put on the mesh at each call (`init` does it once; a `jax.jit` around this, when it is traced). A
+                state is only read. The batch is a pytree of CPU tensors, numpy arrays or arrays; global sizes, leading
+                dim split over `batch`. One that does not divide over the mesh is computed whole on each device.
+            **inputs: None: inputs by name are a batch, `apply({"x": x})`.
 
         Returns:
             What `fn` returns, its tensors as arrays of global shapes. Those with as many rows as the batch have them
@@ -123,9 +116,11 @@ class ApplyStep(Step):
             TypeError: It is called with something else, or `fn` returns what is not a tensor or number.
             ValueError: The state was donated to a step, or is of another model.
         """
-        if len(state_and_batch) not in (1, 2):
+        if inputs or [isinstance(x, TrainState) for x in state_and_batch] not in ([False], [True, False]):
+            given = [type(x).__name__ for x in state_and_batch] + [f"{name}=" for name in inputs]
             raise TypeError(
-                f"{self.caller}: call apply(state, batch) or apply(batch), got {len(state_and_batch)} arguments."
+                f"{self.caller}: call apply(state, batch) or apply(batch), found apply({', '.join(given)}). Several "
+                'inputs are one batch: apply((x, y)) or apply({"x": x}).'
             )
         state = state_and_batch[0] if len(state_and_batch) == 2 else self.init()
         check_state(state)

@@ -1,20 +1,19 @@
 """Evaluation: the loss in eval mode as one compiled program."""
 
-# optax has no stubs. JAX annotates its functions in part.
-# pyright: reportMissingTypeStubs=false
+# JAX annotates its functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 
 from collections.abc import Callable
 
 import jax
-import optax
 from jax.sharding import Sharding
 
 from torch_shard._common.caller import error_prefix
+from torch_shard._common.near_misses import near_misses
 from torch_shard._common.types import PyTree
 from torch_shard._hosts import follow
 from torch_shard._loss import LossProgram, update_objects
-from torch_shard._state import StateLayout, TrainState, check_names, check_state
+from torch_shard._state import TrainState, check_names, check_state
 from torch_shard._train.step import Step
 
 
@@ -35,10 +34,7 @@ class EvalStep(Step):
 
     caller, train = "make_eval_step", False
 
-    def _state_structs(self) -> TrainState:
-        """Of a state without moments."""
-        return StateLayout(self.model, self._held, self.plan, optax.identity().init, groups=[]).structs
-
+    @near_misses
     @error_prefix(None)
     def __call__(self, state: TrainState, batch: PyTree) -> dict[str, PyTree]:
         """Evaluate the loss on a batch.

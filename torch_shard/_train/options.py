@@ -15,7 +15,15 @@ from torch_shard._common.validate import check_count, check_kind, is_integer
 from torch_shard._device import BatchLayout
 from torch_shard._optim import check_average, check_clipping, clipped
 from torch_shard._scan import REMAT, LayerOptions, Remat, ScanLayers
-from torch_shard._sharding import Holdings, ResolvedPlan, ShardingPlan, check_mesh, make_matcher, spec_in_use
+from torch_shard._sharding import (
+    Holdings,
+    ResolvedPlan,
+    ShardingPlan,
+    check_mesh,
+    check_plan,
+    make_matcher,
+    spec_in_use,
+)
 
 T = TypeVar("T")
 
@@ -65,7 +73,7 @@ class StepOptions:
 
     def __post_init__(self) -> None:
         check_mesh(self.mesh)
-        check_kind("plan", self.plan, ShardingPlan)
+        check_plan(self.plan)
         check_kind("optimizer_plan", self.optimizer_plan, ShardingPlan | None)
         check_kind("batch_spec", self.batch_spec, PartitionSpec | Mapping | None)
         check_kind("local_batches", self.local_batches, bool)

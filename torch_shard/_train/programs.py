@@ -15,6 +15,7 @@ from typing import Any, cast
 import jax
 import jax.export
 import torch
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from torch_shard._capture import Mismatch
@@ -310,14 +311,14 @@ class StepProgram:
             try:
                 array = put(tensor.detach(), self._sharding, rounds=True)
             except OverflowError as error:
-                raise OverflowError(f"{caller()}: a tensor that the loss closes over: {error}") from error
+                raise OverflowError(f"{caller()}: a tensor that is closed over: {error}") from error
             self._placed[position] = placed = (contents, array)
         return placed[1]
 
     def __call__(self, state: TrainState, arrays: Sequence[PyTree]) -> PyTree:
         self.num_calls += 1
         closure = self._closure() if self._tensors else []
-        if self._cold is None:
+        if self._cold is None or any(isinstance(array, Tracer) for array in arrays):  # these compile what is around it
             if self._is_shared:
                 begin_run()
             return self._jitted(state, arrays, closure)

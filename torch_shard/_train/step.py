@@ -1,5 +1,8 @@
 """The common part of training and evaluation: batches onto the mesh, one compiled program per signature."""
 
+# optax has no stubs.
+# pyright: reportMissingTypeStubs=false
+
 import dataclasses
 import functools
 import logging
@@ -8,7 +11,9 @@ from typing import Any, ClassVar
 
 import jax
 import jax.export
+import optax
 import torch
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.filesize import decimal
 
@@ -45,7 +50,7 @@ from torch_shard._sharding import (
     in_form_of,
     shared_memory,
 )
-from torch_shard._state import TrainState, as_arrays, check_state, with_key
+from torch_shard._state import StateLayout, TrainState, as_arrays, check_state, with_key
 from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.facts import FirstRows, agree_on_program
 from torch_shard._train.model_tensors import ModelTensors
@@ -196,7 +201,10 @@ class Step:
             return program, [*placed.arrays, *given]
         if isinstance(cause, Mismatch):
             self._causes.note(cause, num_calls)
-        program, given = self._compile(key, placed.arrays, state, values, loss=loss)
+        arrays = placed.arrays
+        if any(isinstance(array, Tracer) for array in arrays):  # which do not say how they are split
+            arrays = self._put(batch, only_shapes=True).arrays
+        program, given = self._compile(key, arrays, state, values, loss=loss)
         family = [known for known in family if not loss.replaces(known.loss)]
         if self._programs:
             reason = cause or key.difference(list(self._programs)[-1])
@@ -451,9 +459,14 @@ class Step:
         program, arrays = self._prepare(batch, state, only_shapes=True)
         return program.lower(self._normal(with_key(state)), arrays), arrays
 
+    @functools.cached_property
+    def _state_layout(self) -> StateLayout:
+        """Of a state without moments."""
+        return StateLayout(self.model, self._held, self.plan, optax.identity().init, groups=[])
+
     def _state_structs(self) -> TrainState:
         """Shape, dtype and sharding of each array of a state."""
-        raise NotImplementedError
+        return self._state_layout.structs
 
     @error_prefix("preview")
     def preview(self, batch: PyTree) -> Preview:

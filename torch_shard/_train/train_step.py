@@ -18,6 +18,7 @@ from jax.sharding import Sharding
 from torch import nn
 
 from torch_shard._common.caller import error_prefix
+from torch_shard._common.near_misses import near_misses
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, check_seed
 from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name
@@ -35,6 +36,7 @@ from torch_shard._state import (
     check_state,
     check_step,
     global_norm,
+    refuse_traced,
     select_state,
 )
 from torch_shard._train.comparison import Comparison
@@ -142,6 +144,7 @@ class TrainStep(Step):
         is_torchs = isinstance(optimizer, torch.optim.Optimizer)
         return [f"optimizer={type(optimizer).__name__ if is_torchs else 'of optax'}"]
 
+    @near_misses
     @error_prefix("init")
     def init(self, *, seed: int = 0, donate: bool = False) -> TrainState:
         """The state at step 0: the module's present values on their shards, fresh moments, a random key.
@@ -212,6 +215,7 @@ class TrainStep(Step):
                 held[name] = to_meta(self.model, held[name])
         self._hold(self._held)
 
+    @near_misses
     @error_prefix(None)
     def __call__(
         self, state: TrainState, batch: PyTree, *, skip_grad_norm: float | None = None
@@ -241,6 +245,7 @@ class TrainStep(Step):
         check_apart(self.caller, state)
         self._update.read(self.mesh)
         program, arrays = self._prepare(batch, state, skip_grad_norm)
+        refuse_traced("batch", arrays)
         own, others = self._own(state)
         self._update.refuse_loaded(own.opt_state, self._held)
         if not program.num_calls:
@@ -331,6 +336,7 @@ class TrainStep(Step):
             compiler_options=program.compiler_options(self.mesh),
         )
 
+    @near_misses
     @error_prefix("export_optimizer")
     def export_optimizer(self, state: TrainState) -> dict[str, Any]:
         """The optimizer's state as torch has it, for `optimizer.load_state_dict(...)`; with its parameter groups.
@@ -381,6 +387,7 @@ class TrainStep(Step):
         """The program that `prove` compares."""
         return GradientStep(self.model, self.loss_fn, self.options)
 
+    @near_misses
     @error_prefix(None)
     def prove(self, state: TrainState, batch: PyTree, *, skip_grad_norm: float | None = None) -> Comparison:
         """Compare this step, from this state on this batch, with eager torch on the CPU, and the update with optax.
@@ -415,6 +422,7 @@ class TrainStep(Step):
         check_names(state, self._held.all)
         return prove(self, as_arrays(state), batch, skip_grad_norm)
 
+    @near_misses
     @error_prefix("stats")
     def stats(self, state: TrainState, batch: PyTree) -> StepStats:
         """Show what each module returns in this step: largest entry, mean and share of zeros, and of its gradient.
@@ -448,6 +456,7 @@ class TrainStep(Step):
         """The step that evaluates the same loss in eval mode, with the options of this one."""
         return EvalStep(self.model, self.loss_fn, self.options.for_evaluation())
 
+    @near_misses
     @error_prefix("averaged")
     def averaged(self, state: TrainState) -> TrainState:
         """The same state with the averages of `ema=` as its parameters, to be evaluated or exported, not trained on.
@@ -476,6 +485,7 @@ class TrainStep(Step):
         ema = self._update.average(self._own(state)[0].opt_state)
         return dataclasses.replace(state, params=Stacks.merged(*_without(state.params, ema), ema))
 
+    @near_misses
     @error_prefix("export")
     def export(self, state: TrainState, *, ema: bool = False) -> torch.nn.Module:
         """An ordinary torch module on the CPU with the values of `state`; ties and `requires_grad` as in the model.
