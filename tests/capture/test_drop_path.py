@@ -23,16 +23,6 @@ KINDS: dict[str, dict[str, Any]] = {
         "initializer_range": 0.3,
     },
     "Swin": {"image_size": 32, "embed_dim": 8, "depths": [2, 4], "num_heads": [2, 2], "window_size": 2},
-    "Beit": {
-        "image_size": 32,
-        "patch_size": 16,
-        "hidden_size": 16,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-    },
 }
 
 

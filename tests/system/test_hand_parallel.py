@@ -170,8 +170,8 @@ def on_mesh(name: str, sizes: tuple[int, int], *, in_jax: bool = False) -> tuple
     return fn, jax.grad(loss, tuple(range(1, case.num_weights + 1)), has_aux=True)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("name", chosen(CASES, [name for name in CASES if name not in MUCH_ALIKE]))
+@pytest.mark.parametrize("sizes", [(2, 4)], ids=str)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in MUCH_ALIKE])
 def test_values_and_gradients_are_those_of_plain_torch(name: str, sizes: tuple[int, int]) -> None:
     wanted, wanted_grads = plainly(CASES[name])
     grads, out = jax.jit(on_mesh(name, sizes)[1])(*ts.jax_view((weights_of(wanted), *CASES[name].args)))
