@@ -28,7 +28,7 @@ FIXES = {
     "fc54ff0": "numbers on the left of an operator were frozen",
     "9e24fc9": "a tensor was not equal to itself after a write to what it is a view of",
     "80ff62f": "a process that an error ends waited for thirty seconds",
-    "12844e2": "torch-shard run left processes behind",
+    "436bec3": "modules that a loss makes in each call were a change at its second call",
     "0e6dd21": "what a DTensor style takes whole and wants whole was split",
     "15c3aa0": "fmod, and so rolls of integers, were wrong",
     "52f5261": "a topology changed the environment",

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from torch_shard._common.supervise import supervise
 from torch_shard._demo.tutorials import find_tutorials, get_tutorial, read_headline, write_notebook
 
 app = typer.Typer(
@@ -174,34 +173,6 @@ def report(
         typer.echo(write_report(directory))
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint="DIRECTORY") from error
-
-
-@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-def run(
-    command: Annotated[list[str], typer.Argument(help="The program and its arguments, as in: -- python train.py")],
-    restarts: Annotated[int, typer.Option(min=0, help="How often to start it again at most when it fails.")] = 0,
-    processes: Annotated[
-        int, typer.Option(min=1, help="How many to start together on this host; ts.initialize() makes them one job.")
-    ] = 1,
-    grace: Annotated[
-        float,
-        typer.Option(min=0, help="Seconds that the other processes have to end by themselves when one has failed."),
-    ] = 30,
-) -> None:
-    """Run a command, and start it again when it fails: to go on from its newest checkpoint.
-
-    Signals are passed on; a command that SIGINT, SIGTERM or SIGHUP has ended is not started again. Exits with the
-    status of the last start: of the process that failed first.
-    """
-
-    def say(line: str) -> None:
-        typer.echo(f"torch-shard run: {line}", err=True)
-
-    try:
-        status = supervise(command, say, restarts=restarts, processes=processes, grace_s=grace)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot run {command[0]}: {error.strerror}.", param_hint="COMMAND") from error
-    raise typer.Exit(status)
 
 
 def _parse_sizes(text: str) -> dict[str, int]:

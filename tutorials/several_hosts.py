@@ -48,7 +48,7 @@ class Points(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         self.num_read += 1
-        is_first = os.environ.get("TORCH_SHARD_RESTART_COUNT") == "0"
+        is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
         if MISTAKE == "dies" and is_first and jax.process_index() == 1 and self.num_read > 64:  # 8 batches
             os.kill(os.getpid(), signal.SIGKILL)
         row = torch.randn(8, generator=torch.Generator().manual_seed(index))
@@ -74,9 +74,9 @@ ts.export_safetensors(state, FOLDER / "trained.safetensors")
 # %% [markdown]
 # ## One process, and two
 #
-# `torch-shard run --processes 2` starts two processes here, with the variables `JAX_COORDINATOR_ADDRESS`,
-# `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` that `ts.initialize()` reads. The two train what one trains: the same rows
-# in the same order, up to the rounding of sums that are taken in another order.
+# `torchrun --nproc-per-node 2` starts two processes here, with the variables `RANK`, `WORLD_SIZE` and others that
+# `ts.initialize()` reads. The two train what one trains: the same rows in the same order, up to the rounding of sums
+# that are taken in another order.
 
 
 # %%
@@ -86,8 +86,8 @@ def train(name: str, *, processes: int, restarts: int = 0, mistake: str = "") ->
     folder.mkdir(exist_ok=True)
     devices = f"--xla_force_host_platform_device_count={4 // processes}"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices, "MISTAKE": mistake}
-    command = [sys.executable, "-m", "torch_shard.cli", "run", f"--processes={processes}", f"--restarts={restarts}"]
-    command += ["--", sys.executable, str(SCRIPT), str(folder)]
+    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
+    command = [sys.executable, *(torchrun if processes > 1 else []), str(SCRIPT), str(folder)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(done.stdout)
     return done
@@ -102,25 +102,23 @@ assert all(abs(one[name] - two[name]).max() < 1e-5 for name in one)
 # ## A mistake is an error, on every host
 #
 # Each process draws another model: the most common mistake, with which frameworks of one process for each device
-# train to the end. Here all processes compare what they begin with, and both say what is wrong before a step is
-# taken.
+# train to the end. Here all processes compare what they begin with, and say what is wrong before a step is taken.
 
 # %%
 done = train("seeds", processes=2, mistake="seed")
 assert done.returncode != 0
-assert done.stdout.count("0.weight differs between process 0 and 1") >= 2
+assert "0.weight differs between process 0 and 1" in done.stdout
 
 # %% [markdown]
 # ## A host is lost
 #
 # Process 1 is killed while it reads its ninth batch. The other one does not wait forever in the middle of a step: it
-# says who is gone and ends, so that the supervisor starts the job again. It goes on from the newest whole checkpoint,
-# and comes to the same parameters, bit for bit.
+# says who is gone and ends, if torchrun has not ended it before, which starts the job again. It goes on from the newest
+# whole checkpoint, and comes to the same parameters, bit for bit.
 
 # %%
 done = train("lost", processes=2, restarts=1, mistake="dies")
 assert done.returncode == 0
-assert "process 1 failed: connection lost (killed, or out of memory?)" in done.stdout
 lost = load_file(FOLDER / "lost" / "trained.safetensors")
 
 # %% [markdown]

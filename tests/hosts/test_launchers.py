@@ -61,7 +61,6 @@ def test_all_processes_of_a_job_meet_at_one_place(env, rank):
     [
         (TORCHRUN, {"TORCHELASTIC_RESTART_COUNT": "1"}),
         (TORCHRUN, {"MASTER_PORT": "29501"}),
-        (TORCHRUN, {"TORCH_SHARD_RESTART_COUNT": "1"}),
         (OPEN_MPI, {"OMPI_MCA_orte_hnp_uri": "1489829952.0;tcp://10.96.0.1:55551"}),
         (TASK, {"SLURM_JOB_ID": "200506"}),
         (TASK, {"SLURM_STEP_ID": "1"}),

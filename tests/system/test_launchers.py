@@ -38,7 +38,7 @@ import jax, optax, torch
 import torch_shard as ts
 {STEP}
 launch = ts.initialize()
-life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", os.environ.get("TORCH_SHARD_RESTART_COUNT", 0)))
+life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 fails = life == 0 and sys.argv[2:] == ["fails"]
 losses = None if fails else train(ts.make_mesh(batch=2))
 found = [str(launch), launch.coordinator, launch.process_id, jax.process_count(), jax.local_device_count(), losses]
@@ -110,14 +110,6 @@ def test_torchrun_starts_a_job_again(launch):
     lives = launch(*TORCHRUN, "--max-restarts", "1", "--monitor-interval", "0.1", "fails")
     assert len(lives) == 2
     check(lives, "torchrun")
-
-
-@pytest.mark.slow
-def test_the_command_starts_a_job_and_starts_it_again(launch):
-    command = [sys.executable, "-m", "torch_shard.cli", "run", "--processes", "2", "--restarts", "1", "--grace", "1"]
-    lives = launch(*command, sys.executable, "fails")
-    assert len(lives) == 2
-    check(lives, "variables of JAX")
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Callable, Mapping
 
 from torch_shard._common.caller import caller
-from torch_shard._common.supervise import RESTARTS
 
 Environment = Mapping[str, str]
 LOOPBACK = "127.0.0.1"
@@ -93,8 +92,7 @@ def meeting_point(env: Environment, host: str | None, *job: object) -> str | Non
     """
     if host is None:
         return None
-    life = (*job, env.get(RESTARTS, "0"))
-    port = env.get("JAX_COORDINATOR_PORT") or FIRST_PORT + zlib.crc32(repr(life).encode()) % NUM_PORTS
+    port = env.get("JAX_COORDINATOR_PORT") or FIRST_PORT + zlib.crc32(repr(job).encode()) % NUM_PORTS
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
