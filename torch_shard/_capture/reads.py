@@ -11,7 +11,7 @@ import functools
 import gc
 import sys
 import types
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import nn
 
 from torch_shard._capture.calls import CallWatcher
 from torch_shard._capture.guards import Guard
+from torch_shard._capture.identity import codes_in, compared_line, named_in, refuse_identity
 from torch_shard._capture.provenance import count_as_own, is_own_file, is_user_file
 from torch_shard._capture.side_effects import is_record
 from torch_shard._capture.walk import Names, Root
@@ -66,13 +67,6 @@ def _words(consts: tuple[object, ...]) -> set[str]:
     return {const for const in consts if isinstance(const, str) and const.isidentifier()}.union(*inner)
 
 
-def _codes_in(code: CodeType) -> Iterator[CodeType]:
-    for const in code.co_consts:
-        if isinstance(const, CodeType):
-            yield const
-            yield from _codes_in(const)
-
-
 class Reads:
     """What is read from outside while functions run within `seen`.
 
@@ -89,6 +83,7 @@ class Reads:
         self._within: set[int] = set()
         self._made: dict[int, object] = {}
         self._closures: set[tuple[int, ...]] = set()
+        self._compared: dict[str, frozenset[str]] = {}
         self._watcher = CallWatcher(self._wants, self._enter, self._leave)
         self._note(("loss",), Root(getattr(loss_fn, "__name__", type(loss_fn).__name__), None, loss_fn, frozenset()))
 
@@ -102,6 +97,10 @@ class Reads:
         """A guard of all that was read, as it is now."""
         return Guard(self._roots.values(), None if self._any else frozenset(self._settings))
 
+    def refuse_identity(self, guard: Guard, entries: Mapping[str, torch.Tensor], what: str) -> None:
+        """Refuse what looks for a model's own tensors by identity; see `identity.refuse_identity`."""
+        refuse_identity(guard, self._compared, entries, what)
+
     def _wants(self, code: CodeType) -> bool:
         """Tell whether code is the user's own; of other code above PyTorch, only names matter."""
         file = code.co_filename
@@ -112,7 +111,7 @@ class Reads:
             self._any = self._any or not _GETS_ANY.isdisjoint(code.co_names)
         if own:
             self._own[id(code)] = _named(code)
-            self._within.update(map(id, _codes_in(code)))
+            self._within.update(map(id, codes_in(code)))
         return own
 
     def _enter(self, frame: FrameType) -> None:
@@ -126,6 +125,8 @@ class Reads:
         names = named.attributes
         if (id(code),) not in self._closures:
             self._closures.add((id(code),))
+            if (line := compared_line(code, frame.f_globals)) is not None:
+                self._compared[line] = self._compared.get(line, frozenset()) | named_in(code)
             for name in sorted(named.globals & frame.f_globals.keys()):
                 self._note((id(frame.f_globals), name, names), Root(name, frame.f_globals, name, names))
             for name in sorted(named.modules):

@@ -95,6 +95,8 @@ class Walk:
         self.values: list[tuple[str, Hashable]] = []
         """Name and value, in the order in which they were met: equal in walks that have met the same."""
         self.too_large: list[str] = []
+        self.hashed: list[tuple[str, object]] = []
+        """Tensors that are elements of sets or keys of dicts, with the names of these."""
         self._seen: dict[tuple[int, Names | None], object] = {}
         self._slots: dict[tuple[int, Any], tuple[Any, Any, object]] = {}
         self._empty: list[Any] = []
@@ -206,6 +208,8 @@ class Walk:
         """Compare the items of a container, and follow them."""
         parts = (value, value.values()) if isinstance(value, dict) and value else (value,)
         mutable = not isinstance(value, (tuple, frozenset))
+        if isinstance(value, (dict, set, frozenset)):
+            self.hashed += [(name, item) for item in value if isinstance(item, torch.Tensor)]
         if len(self._items) + len(parts) * len(value) > MOST_ITEMS:
             self.too_large.append(f"{name} ({len(value):,} items)")
             self.values.append((name, (type(value), len(value))))

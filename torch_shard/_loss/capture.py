@@ -60,8 +60,11 @@ class _LossCapture:
         """Capture it, for what the host has of the batch and of buffers."""
         what = self._what()
         joint, reads = self.joint(host=host), Reads(self.loss_fn)
-        captured = capture_with(host, lambda: self._layers(joint, reads, what))
-        program = LossProgram(captured, self.model, guard := reads.guard(), self.look_again)
+        try:
+            captured = capture_with(host, lambda: self._layers(joint, reads, what))
+        finally:  # a dict that was asked for a parameter may have raised
+            reads.refuse_identity(guard := reads.guard(), holdings(self.model).all, what)
+        program = LossProgram(captured, self.model, guard, self.look_again)
         _warn_of(guard.too_large, what)
         _refuse_written_out(program, joint.context, what)
         return program
