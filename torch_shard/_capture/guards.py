@@ -86,6 +86,11 @@ class Guard:
         return self._walk.hashed
 
     @property
+    def arrays(self) -> list[tuple[str, np.ndarray]]:
+        """NumPy arrays, with their names."""
+        return [(name, array) for name, array, _ in self._walk.arrays]
+
+    @property
     def frozen(self) -> tuple[str, ...]:
         """The numbers and strings: a program keeps them until they change."""
         numbers = (f"{name} = {value!r}" for name, value in self.leaves if isinstance(value, NUMBERS))
