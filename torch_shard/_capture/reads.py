@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from torch_shard._capture.calls import CallWatcher
+from torch_shard._capture.function_mode import CaptureMode, outermost_mode
 from torch_shard._capture.guards import Guard
 from torch_shard._capture.identity import codes_in, compared_line, named_in, refuse_identity
 from torch_shard._capture.provenance import count_as_own, is_own_file, is_user_file
@@ -72,9 +73,10 @@ class Reads:
 
     Args:
         loss_fn: What is captured. The package that it is of counts as the user's own, also where it is installed.
+        restore: Whether captures take back what they leave in the globals and variables that are met.
     """
 
-    def __init__(self, loss_fn: Any) -> None:
+    def __init__(self, loss_fn: Any, *, restore: bool) -> None:
         count_as_own(getattr(loss_fn, "__module__", None))
         self._roots: dict[object, Root] = {}
         self._settings: set[str] = set()
@@ -84,6 +86,8 @@ class Reads:
         self._made: dict[int, object] = {}
         self._closures: set[tuple[int, ...]] = set()
         self._compared: dict[str, frozenset[str]] = {}
+        self._restore = restore
+        self._mode: CaptureMode | None = None
         self._watcher = CallWatcher(self._wants, self._enter, self._leave)
         self._note(("loss",), Root(getattr(loss_fn, "__name__", type(loss_fn).__name__), None, loss_fn, frozenset()))
 
@@ -116,6 +120,10 @@ class Reads:
 
     def _enter(self, frame: FrameType) -> None:
         code = frame.f_code
+        if self._restore and (mode := outermost_mode()) is not self._mode:  # the next capture
+            self._mode = mode
+            for root in self._roots.values():
+                self._note_held(root)
         if code.co_name in _CONSTRUCTORS and code.co_argcount:
             made = frame.f_locals.get(code.co_varnames[0])
             self._made[id(made)] = made
@@ -181,6 +189,16 @@ class Reads:
     def _note(self, key: object, root: Root) -> None:
         if key not in self._roots:
             self._roots[key] = root
+            self._note_held(root)
+
+    def _note_held(self, root: Root) -> None:
+        """Let the capture take back what it leaves in a global or a variable."""
+        held: Any = root.owner
+        if self._mode is None or held is None:
+            return
+        value = held.get(root.key) if isinstance(held, dict) else _content(held)
+        if not isinstance(value, nn.Module):  # which holds fakes now that are not its own
+            self._mode.side_effects.note_value(root.name, value)
 
 
 def _is_typed(frame: FrameType) -> bool:

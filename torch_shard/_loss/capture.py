@@ -59,7 +59,7 @@ class _LossCapture:
     def run(self, host: HostInputs) -> LossProgram:
         """Capture it, for what the host has of the batch and of buffers."""
         what = self._what()
-        joint, reads = self.joint(host=host), Reads(self.loss_fn)
+        joint, reads = self.joint(host=host), Reads(self.loss_fn, restore=True)
         try:
             captured = capture_with(host, lambda: self._layers(joint, reads, what))
         finally:  # a dict that was asked for a parameter may have raised
