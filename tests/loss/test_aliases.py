@@ -95,11 +95,11 @@ def test_an_evaluation_has_the_parameters_of_a_state_too() -> None:
 
 
 def test_what_nothing_changes_or_is_of_its_own_memory_is_right() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4).requires_grad_(False)).eval()
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4).requires_grad_(False)).eval()
     own = (model[0].weight.detach().clone(), model[1].running_mean.view(1, 4), model[2].weight.data)
 
-    def loss_fn(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return mean_square(m, x) + sum(((m[0].weight * value) ** 2).sum() for value in own)  # pyright: ignore
+    def loss_fn(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return mean_square(m, x) + sum(((m[0].weight * value) ** 2).sum() for value in own)
 
     step = sgd_step(model, loss_fn)
     _, metrics = step(step.init(), X)
