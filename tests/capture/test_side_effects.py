@@ -299,6 +299,56 @@ def test_writes_to_plain_attributes_are_taken_back_and_reported(run: Any, caplog
     assert "forward writes the plain attribute last" in caplog.text
 
 
+KEPT: list[torch.Tensor] = []
+
+
+def keep(value: torch.Tensor) -> torch.Tensor:
+    KEPT.append(value.detach())
+    return value
+
+
+class Log:
+    def __init__(self) -> None:
+        self.values: list[torch.Tensor] = []
+
+    def keep(self, value: torch.Tensor) -> torch.Tensor:
+        self.values.append(value.detach())
+        return value
+
+
+class OnlySlots:
+    __slots__ = ("values",)
+
+    def __init__(self) -> None:
+        self.values: list[torch.Tensor] = []
+
+
+def keeping(held: Any) -> Any:
+    def kept(value: torch.Tensor) -> torch.Tensor:
+        held.values.append(value.detach())
+        return value
+
+    return lambda: kept
+
+
+LOGS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "a global of a helper": lambda: (lambda m, x: keep(m(x).sum()), KEPT),
+    "of a nested function": lambda: (lambda m, x: (lambda y: keep(y))(m(x).sum()), KEPT),
+    "an object": lambda: (lambda log: (lambda m, x: (lambda y: log.keep(y))(m(x).sum()), log.values))(Log()),
+    "slots": lambda: (lambda log: (lambda m, x: keeping(log)()(m(x).sum()), log.values))(OnlySlots()),
+}
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_lists_that_functions_of_a_loss_reach_are_as_they_were(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    loss_fn, held = LOGS[name]()
+    step, x = sgd_step(nn.Linear(WIDTH, WIDTH), loss_fn, look_again=True), torch.ones(2, WIDTH)
+    state, _ = step(step.init(), x)
+    step(state, x)
+    assert held == []
+    assert "a compiled step does not keep such writes" in caplog.text
+
+
 def test_weights_that_a_recurrent_module_lists_for_itself_are_no_writes(caplog: pytest.LogCaptureFixture) -> None:
     module, x = nn.GRU(3, 4), torch.randn(5, 2, 3)
     params = {name: p.detach() + 1 for name, p in module.named_parameters()}

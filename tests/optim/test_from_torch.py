@@ -1,7 +1,9 @@
 """Optimizers of torch in a step: each by torch's own numbers, in groups, on stacks, with its state both ways."""
 
 import copy
+import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -192,12 +194,13 @@ def test_sgd_without_momentum_keeps_no_state_as_in_torch() -> None:
     assert step.export_optimizer(state) == optimizer.state_dict()
 
 
-def test_a_parameter_that_no_step_has_reached_has_no_state_also_in_another_process() -> None:
+@pytest.mark.parametrize("make", [optim.AdamW, functools.partial(optim.SGD, momentum=0.9, dampening=0.5)])
+def test_a_parameter_that_no_step_has_reached_has_no_state_also_in_another_process(make: Callable[..., Any]) -> None:
     x, model = torch.randn(8, 4), Late()
-    made = [step_of(model, lambda m, x: mean_square(m.first, x), optim.AdamW(model.parameters())) for _ in range(2)]
+    made = [step_of(model, lambda m, x: mean_square(m.first, x), make(model.parameters())) for _ in range(2)]
     state, _ = made[0](made[0].init(), x)
     assert sorted(made[1].export_optimizer(state)["state"]) == [0, 1]  # of first; made[1] has compiled nothing
-    reaching = step_of(model, optimizer=optim.AdamW(model.parameters()))
+    reaching = step_of(model, optimizer=make(model.parameters()))
     with pytest.raises(ValueError, match=r"the loss reaches late.weight, late.bias, which steps so far have not"):
         reaching(state, x)
 

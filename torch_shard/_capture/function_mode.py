@@ -304,6 +304,14 @@ def current_mode() -> CaptureMode | None:
     return _INNERMOST.capture_mode
 
 
+def outermost_mode() -> CaptureMode | None:
+    """The mode of the capture under way that is within no other."""
+    found = _INNERMOST.capture_mode
+    while found is not None and found._outer is not None:
+        found = found._outer
+    return found
+
+
 @contextlib.contextmanager
 def outside_capture() -> Iterator[None]:
     """Leave the capture under way, to run or trace JAX code in the midst of it."""

@@ -76,10 +76,25 @@ class Guard:
         return first_difference(self._walk.values, other._walk.values)
 
     @property
+    def leaves(self) -> Iterator[tuple[str, object]]:
+        """What is compared as a whole, with its name: numbers, strings, tensors and other objects."""
+        return ((name, leaf.value) for name, leaf in self._walk.values if isinstance(leaf, Leaf))
+
+    @property
+    def hashed(self) -> list[tuple[str, object]]:
+        """As of `Walk`."""
+        return self._walk.hashed
+
+    @property
+    def arrays(self) -> list[tuple[str, np.ndarray]]:
+        """NumPy arrays, with their names."""
+        return [(name, array) for name, array, _ in self._walk.arrays]
+
+    @property
     def frozen(self) -> tuple[str, ...]:
         """The numbers and strings: a program keeps them until they change."""
-        leaves = ((name, leaf.value) for name, leaf in self._walk.values if isinstance(leaf, Leaf))
-        return tuple(dict.fromkeys(f"{name} = {value!r}" for name, value in leaves if isinstance(value, NUMBERS)))
+        numbers = (f"{name} = {value!r}" for name, value in self.leaves if isinstance(value, NUMBERS))
+        return tuple(dict.fromkeys(numbers))
 
 
 def module_roots(modules: Iterable[tuple[str, nn.Module]], own: nn.Module) -> Iterator[Root]:

@@ -11,7 +11,7 @@ import functools
 import gc
 import sys
 import types
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
@@ -19,7 +19,9 @@ import torch
 from torch import nn
 
 from torch_shard._capture.calls import CallWatcher
+from torch_shard._capture.function_mode import CaptureMode, outermost_mode
 from torch_shard._capture.guards import Guard
+from torch_shard._capture.identity import codes_in, compared_line, named_in, refuse_identity
 from torch_shard._capture.provenance import count_as_own, is_own_file, is_user_file
 from torch_shard._capture.side_effects import is_record
 from torch_shard._capture.walk import Names, Root
@@ -66,21 +68,15 @@ def _words(consts: tuple[object, ...]) -> set[str]:
     return {const for const in consts if isinstance(const, str) and const.isidentifier()}.union(*inner)
 
 
-def _codes_in(code: CodeType) -> Iterator[CodeType]:
-    for const in code.co_consts:
-        if isinstance(const, CodeType):
-            yield const
-            yield from _codes_in(const)
-
-
 class Reads:
     """What is read from outside while functions run within `seen`.
 
     Args:
         loss_fn: What is captured. The package that it is of counts as the user's own, also where it is installed.
+        restore: Whether captures take back what they leave in the globals and variables that are met.
     """
 
-    def __init__(self, loss_fn: Any) -> None:
+    def __init__(self, loss_fn: Any, *, restore: bool) -> None:
         count_as_own(getattr(loss_fn, "__module__", None))
         self._roots: dict[object, Root] = {}
         self._settings: set[str] = set()
@@ -89,6 +85,9 @@ class Reads:
         self._within: set[int] = set()
         self._made: dict[int, object] = {}
         self._closures: set[tuple[int, ...]] = set()
+        self._compared: dict[str, frozenset[str]] = {}
+        self._restore = restore
+        self._mode: CaptureMode | None = None
         self._watcher = CallWatcher(self._wants, self._enter, self._leave)
         self._note(("loss",), Root(getattr(loss_fn, "__name__", type(loss_fn).__name__), None, loss_fn, frozenset()))
 
@@ -102,6 +101,10 @@ class Reads:
         """A guard of all that was read, as it is now."""
         return Guard(self._roots.values(), None if self._any else frozenset(self._settings))
 
+    def refuse_identity(self, guard: Guard, entries: Mapping[str, torch.Tensor], what: str) -> None:
+        """Refuse what looks for a model's own tensors by identity; see `identity.refuse_identity`."""
+        refuse_identity(guard, self._compared, entries, what)
+
     def _wants(self, code: CodeType) -> bool:
         """Tell whether code is the user's own; of other code above PyTorch, only names matter."""
         file = code.co_filename
@@ -112,11 +115,15 @@ class Reads:
             self._any = self._any or not _GETS_ANY.isdisjoint(code.co_names)
         if own:
             self._own[id(code)] = _named(code)
-            self._within.update(map(id, _codes_in(code)))
+            self._within.update(map(id, codes_in(code)))
         return own
 
     def _enter(self, frame: FrameType) -> None:
         code = frame.f_code
+        if self._restore and (mode := outermost_mode()) is not self._mode:  # the next capture
+            self._mode = mode
+            for root in self._roots.values():
+                self._note_held(root)
         if code.co_name in _CONSTRUCTORS and code.co_argcount:
             made = frame.f_locals.get(code.co_varnames[0])
             self._made[id(made)] = made
@@ -126,6 +133,8 @@ class Reads:
         names = named.attributes
         if (id(code),) not in self._closures:
             self._closures.add((id(code),))
+            if (line := compared_line(code, frame.f_globals)) is not None:
+                self._compared[line] = self._compared.get(line, frozenset()) | named_in(code)
             for name in sorted(named.globals & frame.f_globals.keys()):
                 self._note((id(frame.f_globals), name, names), Root(name, frame.f_globals, name, names))
             for name in sorted(named.modules):
@@ -180,6 +189,16 @@ class Reads:
     def _note(self, key: object, root: Root) -> None:
         if key not in self._roots:
             self._roots[key] = root
+            self._note_held(root)
+
+    def _note_held(self, root: Root) -> None:
+        """Let the capture take back what it leaves in a global or a variable."""
+        held: Any = root.owner
+        if self._mode is None or held is None:
+            return
+        value = held.get(root.key) if isinstance(held, dict) else _content(held)
+        if not isinstance(value, nn.Module):  # which holds fakes now that are not its own
+            self._mode.side_effects.note_value(root.name, value)
 
 
 def _is_typed(frame: FrameType) -> bool:

@@ -166,8 +166,12 @@ class SideEffects:
                 self._look_into(path, item, depth - 1)
         elif isinstance(value, nn.Module):
             self.note(value.named_modules(prefix=path), entries=False)
-        elif is_record(value) or _is_of_user(value):
+        elif is_record(value) or (_is_of_user(value) and hasattr(value, "__dict__")):
             self._note(path, value, (), depth)
+        elif _is_of_user(value):
+            for name, held in _slots_of(value).items():
+                if type(held) in _CONTAINERS:
+                    self.note_value(f"{path}.{name}", held)
 
     def restore(self) -> list[Change]:
         """Put every attribute back, contents of containers too; return what had changed."""
@@ -351,4 +355,10 @@ def _is_of_user(value: object) -> bool:
         "_thread",
         "torch_shard",
     )
-    return hasattr(value, "__dict__") and type(value).__module__.split(".")[0] not in below
+    return type(value).__module__.split(".")[0] not in below
+
+
+def _slots_of(value: object) -> dict[str, object]:
+    members = ((name, member) for cls in type(value).__mro__ for name, member in vars(cls).items())
+    names = [name for name, member in members if isinstance(member, types.MemberDescriptorType)]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}

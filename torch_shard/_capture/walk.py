@@ -95,13 +95,16 @@ class Walk:
         self.values: list[tuple[str, Hashable]] = []
         """Name and value, in the order in which they were met: equal in walks that have met the same."""
         self.too_large: list[str] = []
+        self.hashed: list[tuple[str, object]] = []
+        """Tensors that are elements of sets or keys of dicts, with the names of these."""
         self._seen: dict[tuple[int, Names | None], object] = {}
         self._slots: dict[tuple[int, Any], tuple[Any, Any, object]] = {}
         self._empty: list[Any] = []
         self._iterables: list[Any] = []
         self._items: list[object] = []
         self._lengths: list[int] = []
-        self._arrays: list[tuple[np.ndarray, bytes]] = []
+        self.arrays: list[tuple[str, np.ndarray, bytes | None]] = []
+        """NumPy arrays with their names, and their contents; without, if they are too large."""
 
     def root(self, root: Root) -> None:
         """Follow what is read from a root."""
@@ -120,7 +123,7 @@ class Walk:
                 and not any(self._empty)
                 and list(map(len, self._iterables)) == self._lengths
                 and all(map(operator.is_, itertools.chain.from_iterable(self._iterables), self._items))
-                and all(array.tobytes() == content for array, content in self._arrays)
+                and all(content in (None, array.tobytes()) for _, array, content in self.arrays)
             )
         except (ValueError, RuntimeError):  # a cell that is empty now; a container that another thread changes
             return False
@@ -206,6 +209,8 @@ class Walk:
         """Compare the items of a container, and follow them."""
         parts = (value, value.values()) if isinstance(value, dict) and value else (value,)
         mutable = not isinstance(value, (tuple, frozenset))
+        if isinstance(value, (dict, set, frozenset)):
+            self.hashed += [(name, item) for item in value if isinstance(item, torch.Tensor)]
         if len(self._items) + len(parts) * len(value) > MOST_ITEMS:
             self.too_large.append(f"{name} ({len(value):,} items)")
             self.values.append((name, (type(value), len(value))))
@@ -231,12 +236,14 @@ class Walk:
 
     def _array(self, name: str, value: np.ndarray) -> None:
         """Compare the content of an array."""
-        if value.dtype.hasobject or value.nbytes + sum(array.nbytes for array, _ in self._arrays) > _MOST_BYTES:
+        num_bytes = sum(len(content or b"") for _, _, content in self.arrays)
+        if value.dtype.hasobject or value.nbytes + num_bytes > _MOST_BYTES:
+            self.arrays.append((name, value, None))
             self.too_large.append(f"{name} (a NumPy array of {value.nbytes:,} bytes)")
             self.values.append((name, Leaf(value)))
             return
         content = value.tobytes()
-        self._arrays.append((value, content))
+        self.arrays.append((name, value, content))
         self.values.append((name, (np.ndarray, value.shape, value.dtype.str, content)))
 
 

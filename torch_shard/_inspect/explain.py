@@ -121,7 +121,7 @@ def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: PyTree, *, t
     buffers = dict(model.named_buffers())
     host = HostValues(leaves, signature, buffers.__getitem__).of()
     fn, specs = JointLoss(model, loss_fn, signature, precision=Precision(), train=train, host=host)()
-    reads = Reads(loss_fn)
+    reads = Reads(loss_fn, restore=True)
     with reads.seen():
         graph = capture_with(host, lambda: capture(fn, specs, keep=keeps_whole, explain=True))
     return Explanation(

@@ -102,7 +102,7 @@ class FlatFunction:
     def _captured(self, specs: tuple[Spec, ...]) -> Program[Any]:
         if CLOSURE.token is not None or current_mode() is not None:  # the capture around it sees what is read
             return Program(self.fn, specs, self.what)
-        reads = Reads(self.fn)
+        reads = Reads(self.fn, restore=False)
         with reads.seen():
             program = Program(self.fn, specs, self.what, looks=not self._is_derived and not manual_axes())
         return program.reading(reads.guard())

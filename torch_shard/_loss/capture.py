@@ -22,7 +22,7 @@ from torch_shard._loss.joint import JointLoss, LossShape
 from torch_shard._loss.program import LossProgram
 from torch_shard._lowering import OverContext, capture_settings, refuse_change
 from torch_shard._scan import CapturedLayers, LayerOptions, capture_layers
-from torch_shard._sharding import LossFn, ResolvedPlan, holdings
+from torch_shard._sharding import LossFn, ResolvedPlan, holdings, memory_span
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +59,13 @@ class _LossCapture:
     def run(self, host: HostInputs) -> LossProgram:
         """Capture it, for what the host has of the batch and of buffers."""
         what = self._what()
-        joint, reads = self.joint(host=host), Reads(self.loss_fn)
-        captured = capture_with(host, lambda: self._layers(joint, reads, what))
-        program = LossProgram(captured, self.model, guard := reads.guard(), self.look_again)
+        joint, reads = self.joint(host=host), Reads(self.loss_fn, restore=True)
+        try:
+            captured = capture_with(host, lambda: self._layers(joint, reads, what))
+        finally:  # a dict that was asked for a parameter may have raised
+            reads.refuse_identity(guard := reads.guard(), holdings(self.model).all, what)
+        program = LossProgram(captured, self.model, guard, self.look_again)
+        _refuse_aliases(program, self.model, what)
         _warn_of(guard.too_large, what)
         _refuse_written_out(program, joint.context, what)
         return program
@@ -150,6 +154,28 @@ def loss_program(
         programs = [program, *programs[: KEPT - 1]]
     family.keep(key, programs)
     return program
+
+
+def _refuse_aliases(program: LossProgram, model: torch.nn.Module, what: str) -> None:
+    """Refuse tensors beside a model's own that lie in the memory of what changes."""
+    held = holdings(model)
+    changing = {name: held.all[name] for name in (*(program.grads or held.trainable), *program.written)}
+    spans = [(name, tensor, span) for name, tensor in changing.items() if (span := memory_span(tensor))]
+    found = [
+        f"  {variable}, {tuple(value.shape)}, in that of {name}, {tuple(tensor.shape)}"
+        for variable, value in program.outside
+        if (own := memory_span(value))
+        for name, tensor, span in spans
+        if value is not tensor and own[0] < span[1] and span[0] < own[1]
+    ]
+    if found:
+        listed = "\n".join([*dict.fromkeys(found)][:8])
+        raise NotImplementedError(
+            f"{what} reads what lies in the memory of the model's parameters or buffers:\n\n{listed}\n\nEager torch "
+            "changes both together. A state has parameters and buffers alone, and these would stay as they are now. "
+            "Read them from the model within the loss or forward (model.weight.detach()), or, if they are to stay as "
+            "they are, .clone() them before."
+        )
 
 
 def _refuse_written_out(program: LossProgram, context: OverContext | None, what: str) -> None:

@@ -7,11 +7,13 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from torch_shard._capture import (
@@ -200,6 +202,16 @@ class LossProgram:
         return tuple(
             t for t, given in zip(self.program.graph.closure, self.answers.are_given, strict=False) if not given
         )
+
+    @property
+    def outside(self) -> Iterator[tuple[str, torch.Tensor | np.ndarray]]:
+        """Tensors that it closes over or has asked values of, and NumPy arrays that were read, with their names."""
+        leaves = itertools.chain(self._attributes.leaves, self._reads.leaves)
+        names = {id(value): name for name, value in leaves if isinstance(value, torch.Tensor)}
+        sources = self.host.sources.values() if self.host else ()
+        for tensor in (*self.closure, *(source for source in sources if isinstance(source, torch.Tensor))):
+            yield names.get(id(tensor), "a tensor"), tensor
+        yield from self._reads.arrays
 
     @property
     def asked(self) -> list[str]:

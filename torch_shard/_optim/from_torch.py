@@ -215,7 +215,10 @@ class TorchOptimizer:
         steps, taken = np.asarray(state.steps), np.asarray(state.taken)
         pairs = zip(self._count_of.items(), taken, strict=True)
         late = [name for (name, at), num in pairs if name not in without and num != steps[at]]
-        if late and self.rule.counts:
+        if not self.rule.counts:
+            groups = [self.optimizer.param_groups[number] for number in self._groups]
+            late = [name for name in late if _begins_whole(groups[self._count_of[name]])]
+        if late:
             raise ValueError(
                 f"{caller()}: the loss reaches {', '.join(late[:8])}, which steps so far have not: torch counts its "
                 "steps from here on, and this state has one count for its group. Go on by way of torch: "
@@ -441,6 +444,11 @@ def _are_equal(found: TorchOptState, state: TorchOptState, *, counts: bool) -> b
         return False
     pairs = [(s, n) for s, by_name in found.slots.items() if s != SLOT for n in by_name]
     return all(torch.equal(_on_host(found.slots[s][n]), to_host(state.slots[s][n])) for s, n in pairs)
+
+
+def _begins_whole(group: Mapping[str, Any]) -> bool:
+    """Tell whether the first buffer of a parameter is its whole gradient, and later ones take a part (SGD)."""
+    return bool(group.get("momentum")) and bool(group.get("dampening"))
 
 
 def _steps_of(state: Mapping[str, Any]) -> float:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import cast
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -112,14 +113,26 @@ def shared_memory(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None
     Args:
         tensors: As in `Holdings.all`; those on the jax device are left out.
     """
-    spans: list[tuple[int, int, str]] = []
-    for name, tensor in tensors.items():
-        if tensor.device.type == "cpu" and tensor.numel():
-            reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-            spans.append((tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size(), name))
-    spans.sort()
+    spans = sorted((*span, name) for name, tensor in tensors.items() if (span := memory_span(tensor)))
     pairs = itertools.pairwise(spans)
     return next(((first[2], second[2]) for first, second in pairs if second[0] < first[1]), None)
+
+
+def memory_span(value: torch.Tensor | np.ndarray) -> tuple[int, int] | None:
+    """Where a tensor or an array lies in the memory of the host; None if it has no element there."""
+    if isinstance(value, np.ndarray):
+        size, start, width, strides = value.size, value.ctypes.data, value.itemsize, value.strides
+    elif value.device.type == "cpu" and value.layout is torch.strided:
+        width = value.element_size()
+        size, start, strides = value.numel(), value.data_ptr(), [stride * width for stride in value.stride()]
+    else:
+        return None
+    reach = [(num - 1) * stride for num, stride in zip(value.shape, strides, strict=True)]
+    return (
+        (start + sum(min(0, r) for r in reach), start + sum(max(0, r) for r in reach) + width)
+        if size and start
+        else None
+    )
 
 
 def with_values(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
