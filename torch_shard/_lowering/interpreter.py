@@ -189,8 +189,9 @@ def exact_integers(target: object, fake: PyTree) -> Callable[[PyTree], PyTree]:
 
 def _computes_in_its_result(target: object) -> bool:
     """Tell whether an operator takes all its operands in the dtype of its result: it has no masks among them."""
-    is_whole = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
-    return is_whole and target._opname not in ("where", "masked_fill", "native_dropout_backward")
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+        return False
+    return target._opname not in ("where", "masked_fill", "native_dropout_backward")
 
 
 def conform(target: object, fake: PyTree, value: PyTree, *, node: Node | None = None) -> PyTree:
