@@ -1,5 +1,6 @@
 """Python values outside of the model that a loss reads: a change between steps is seen, one by the loss is refused."""
 
+import array
 import concurrent.futures
 import dataclasses
 import functools
@@ -79,6 +80,21 @@ class Activated(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.activation(super().forward(x))
+
+
+class Absent(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return super().forward(x) * self.scale  # pyright: ignore
+        except AttributeError:
+            return super().forward(x)
+
+
+def absent() -> float:
+    try:
+        return ABSENT  # type: ignore[name-defined]
+    except NameError:
+        return 1.0
 
 
 def helper() -> float:
@@ -314,9 +330,53 @@ def closures() -> dict[str, Callable[[], tuple[nn.Module, Any, Callable[[], None
 
         return nn.Linear(8, 8), loss, lambda: other.__setitem__(0, nn.Linear(8, 8))
 
+    def absent_attribute() -> Any:
+        def current() -> float:
+            return getattr(cfg, "scale", 1.0) * (3.0 if hasattr(cfg, "other") else 1.0)
+
+        cfg = Plain()
+        return nn.Linear(8, 8), times(current), lambda: setattr(cfg, "other", None)
+
+    def absent_attribute_of_the_model() -> Any:
+        model = Absent(8, 8)
+        return model, plain, lambda: setattr(model, "scale", 3.0)
+
+    def absent_global() -> Any:
+        return nn.Linear(8, 8), times(absent), lambda: globals().__setitem__("ABSENT", 3.0)
+
+    def named_like_a_global() -> Any:
+        cfg = Plain(FACTOR=1.0)
+        return nn.Linear(8, 8), times(lambda: cfg.FACTOR * FACTOR), lambda: setattr(cfg, "FACTOR", 3.0)
+
+    def forward_of_a_class() -> Any:
+        class Own(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x)
+
+        def thrice(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+            return 3 * F.linear(x, self.weight, self.bias)
+
+        return Own(8, 8), plain, lambda: setattr(Own, "forward", thrice)
+
+    def distribution() -> Any:
+        normal = torch.distributions.Normal(torch.tensor(0.0), torch.tensor(1.0))
+        read = lambda: normal.log_prob(torch.tensor(1.0))  # noqa: E731
+        return nn.Linear(8, 8), times(read), lambda: setattr(normal, "scale", torch.tensor(3.0))  # pyright: ignore
+
+    def array_of_python() -> Any:
+        held = array.array("d", [1.0])
+        return nn.Linear(8, 8), times(lambda: held[0]), lambda: held.__setitem__(0, 3.0)
+
+    def proxy_of_a_dict() -> Any:
+        held = {"scale": 1.0}
+        proxy = types.MappingProxyType(held)
+        return nn.Linear(8, 8), times(lambda: proxy["scale"]), lambda: held.__setitem__("scale", 3.0)
+
     made = (four_levels, many_weights, dispatched_function, replaced_function, replaced_code)
     made += (closure_of_a_called_function, returned_object, given_object, by_name, numpy_array, attribute_of_a_class)
     made += (object_of_the_model, swapped_submodule, appended_submodule, function_of_a_module, forward_of_an_instance)
+    made += (absent_attribute, absent_attribute_of_the_model, absent_global, named_like_a_global, forward_of_a_class)
+    made += (distribution, array_of_python, proxy_of_a_dict)
     made += (forward_hook, dropped_default, in_another_layer, teacher)
     made += (cell, reassigned_tensor, module_global, bound_method, partial, list_in_the_settings)
     made += (through_methods, through_forward, called_object)
@@ -331,6 +391,7 @@ def test_a_change_between_steps_is_seen(name: str, monkeypatch: pytest.MonkeyPat
     for changed, value in (("FACTOR", 1.0), ("helper", helper)):
         monkeypatch.setitem(globals(), changed, value)
     monkeypatch.setattr(Classed, "factor", 1.0)
+    monkeypatch.delitem(globals(), "ABSENT", raising=False)
     model, loss_fn, change = closures()[name]()
     batch = torch.randn(8, 8)
     step = sgd_step(model, loss_fn, rate=0.0)

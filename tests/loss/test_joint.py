@@ -73,3 +73,14 @@ def test_parameters_that_only_some_batches_reach() -> None:
         r"reaches a\.bias, a\.weight, b\.bias, b\.weight for some batches and not for others", NotImplementedError
     ):
         step(state, {"b": torch.ones(8, 8)})
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, of its forward mode
+def test_a_gradient_of_a_hessian_is_refused_with_another_way() -> None:
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        hessian = torch.func.hessian(lambda x: model(x).sum())
+        return torch.func.vmap(hessian)(batch).square().mean() + model(batch).mean()
+
+    step = sgd_step(nn.Sequential(nn.Linear(4, 2), nn.Tanh()), loss_fn, (8, 1))
+    with refuses(r"make_train_step: a tensor of the meta device.*write jacrev\(jacrev\(f\)\)", NotImplementedError):
+        step(step.init(), torch.ones(8, 4))

@@ -154,3 +154,29 @@ def test_promotion_is_torchs(operation: str, x64: bool) -> None:
 
 
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-10}
+
+
+WIDE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "number": lambda k, x: torch.stack([k / 10, k * 0.1, k + 0.1, 0.1 - k, (k > 2) * 0.1, k**0.5, 2.5**k]),
+    "integers": lambda k, x: torch.stack([k / (k + 2), k.reciprocal(), k.sigmoid(), k.exp(), torch.atan2(k, k + 1)]),
+    "sum": lambda k, x: k.sum() / 7,
+    "both": lambda k, x: torch.stack([x**k, k / x, torch.where(k > 2, k, x), torch.lgamma(x), k.copysign(-k)]),
+    "complex": lambda k, x: (torch.complex(x * 1.0, x) / k).abs() if x.dtype != torch.bfloat16 else x,
+    "xlogy": lambda k, x: torch.stack([torch.xlogy(0.3, k), torch.xlogy(k - 1, 0.3), torch.special.xlog1py(0.3, k)]),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_integers_meet_numbers_in_the_default_dtype(name: str) -> None:
+    fn = WIDE[name]
+    for dtype, tolerance in ((torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2**-8)):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with jax.enable_x64(dtype == torch.float64):
+                k, x = torch.arange(1, 5), torch.tensor([0.1, 0.4, 0.7, 0.9])
+                wanted = fn(k, x)
+                for found in (ts.jax_jit(fn)(k, x).cpu(), fn(k.to("jax"), x.to("jax")).cpu()):
+                    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+        finally:
+            torch.set_default_dtype(before)

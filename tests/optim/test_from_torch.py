@@ -13,6 +13,7 @@ import pytest
 import torch
 from jax.sharding import PartitionSpec as P
 from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import torch_shard as ts
 from tests.oracles.steps import mean_square, step_of
@@ -353,8 +354,31 @@ def test_groups_that_change_are_refused() -> None:
 def test_step_hooks_are_refused() -> None:
     model = Net()
     optimizer = optim.SGD(model.parameters(), lr=0.1)
-    optimizer.register_step_pre_hook(lambda *args: None)
-    with pytest.raises(NotImplementedError, match="the optimizer has step hooks"):
+    step = step_of(model, loss_fn, optimizer, mesh=(1, 1))
+    state, _ = step(step.init(seed=0), batches(1)[0])
+    for register in (
+        optimizer.register_step_pre_hook,
+        optimizer.register_step_post_hook,
+        register_optimizer_step_pre_hook,
+    ):
+        hook = register(lambda *args: None)
+        with pytest.raises(NotImplementedError, match="make_train_step: the optimizer has step hooks"):
+            step_of(model, loss_fn, optimizer)
+        with pytest.raises(NotImplementedError, match="make_train_step: the optimizer has step hooks"):
+            step(state, batches(1)[0])
+        hook.remove()
+    step(state, batches(1)[0])
+
+
+def test_another_step_of_an_optimizer_is_refused() -> None:
+    model = Net()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    optim.lr_scheduler.StepLR(optimizer, 1)  # which wraps it too
+    step_of(model, loss_fn, optimizer)
+    setattr(optimizer, "step", lambda closure=None: None)  # noqa: B010
+    with pytest.raises(
+        NotImplementedError, match=r"optimizer.step of this SGD was replaced by .*lambda.*del optimizer"
+    ):
         step_of(model, loss_fn, optimizer)
 
 

@@ -27,6 +27,14 @@ def test_in_one_process_own_rows_are_all_rows():
     assert [array.shape for array in placed.arrays] == [(8,), (ROWS, 4)]
 
 
+def test_a_batch_that_gradients_would_go_through_is_refused():
+    step = make_step(MESH)
+    with refuses(
+        r"make_train_step: batch\['x'\] was computed from tensors that require grad.*Compute it within the loss"
+    ):
+        step(step.init(), {**batch_of(X), "x": X.clone().requires_grad_() * 2})
+
+
 def test_layouts_of_own_rows_place_what_those_of_whole_batches_do():
     layout = BatchLayout(MESH, None)
     leaves = [X, np.float32(3.0), torch.zeros(0, 4)]

@@ -1,5 +1,7 @@
 """The training step: its state, its metrics, its evaluation, and losses that it refuses."""
 
+import logging
+import re
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import torch_shard as ts
 from tests.oracles.steps import step_of
@@ -47,6 +50,34 @@ def test_flags_are_read_at_each_call() -> None:
         step(state, x)
     model.layer.bias.requires_grad_(True)
     step(state, x)
+
+
+def test_hooks_that_come_and_go_are_followed(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(4, 4)
+    step = step_of(model, optimizer=optax.sgd(0.0))
+    state, x = step.init(), torch.ones(8, 4)
+    state, before = step(state, x)
+    for register, cause in (
+        (
+            lambda: model.weight.register_hook(lambda grad: grad * 2),
+            r"hooks of parameters .* were added or removed",
+        ),
+        (lambda: register_module_forward_hook(lambda module, args, out: out * 2), "hooks on all modules"),
+    ):
+        hook = register()
+        with caplog.at_level(logging.INFO):
+            state, after = step(state, x)
+        assert re.search(f"compiles again: .*{cause}", caplog.text)
+        other = step_of(model, optimizer=optax.sgd(0.0))  # which finds no capture without it
+        assert float(after["grad_norm"]) == float(other(other.init(), x)[1]["grad_norm"])
+        assert float(after["grad_norm"]) != float(before["grad_norm"])
+        hook.remove()
+        state, again = step(state, x)
+        assert float(again["grad_norm"]) == float(before["grad_norm"])
+    assert step.num_compiles == 3
+    model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(NotImplementedError, match="make_train_step: weight has a post-accumulate-grad hook"):
+        step(state, x)
 
 
 def test_the_eval_step_is_in_eval_mode_and_leaves_model_and_state_alone() -> None:

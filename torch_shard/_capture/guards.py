@@ -88,7 +88,7 @@ class Guard:
     @property
     def arrays(self) -> list[tuple[str, np.ndarray]]:
         """NumPy arrays, with their names."""
-        return [(name, array) for name, array, _ in self._walk.arrays]
+        return [(name, held) for name, held, _ in self._walk.arrays if isinstance(held, np.ndarray)]
 
     @property
     def frozen(self) -> tuple[str, ...]:
@@ -112,6 +112,7 @@ def module_roots(modules: Iterable[tuple[str, nn.Module]], own: nn.Module) -> It
         prefix = f"{path}." if path else ""
         tensors = () if id(module) in inputs else ("_parameters", "_buffers")
         yield Root(f"{prefix}forward", held, "forward", None)
+        yield Root(f"{type(module).__name__}.forward", type(module), "forward", None)
         for name in ("_modules", *HOOKS, *tensors):  # which are never assigned
             if isinstance(found := held.get(name), dict):  # those of a scripted module are elsewhere
                 yield Root(f"{prefix}{name}", None, found, None)

@@ -28,6 +28,8 @@ from torch_shard._capture.walk import Names, Root
 
 _GETS_ANY = frozenset({"getattr", "hasattr", "vars", "__dict__", "asdict", "astuple", "fields", "attrgetter"})
 
+_OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 
 
@@ -49,15 +51,15 @@ class _Named:
 @functools.lru_cache(maxsize=4096)
 def _named(code: CodeType) -> _Named:
     read = [i for i in dis.get_instructions(code) if not i.opname.startswith(("STORE_", "DELETE_"))]
-    globals_ = {i.argval for i in read if i.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")}
-    names = {i.argval for i in read if i.opcode in dis.hasname and isinstance(i.argval, str)}
+    globals_ = {i.argval for i in read if i.opname in _OF_GLOBALS}
+    names = {i.argval for i in read if i.opcode in dis.hasname and i.opname not in _OF_GLOBALS}
     modules = {i.argval for i in read if i.opname == "IMPORT_NAME"}
-    if not _GETS_ANY.isdisjoint(names):
+    if not _GETS_ANY.isdisjoint(names | globals_):
         names |= _words(code.co_consts)
     inner = [_named(const) for const in code.co_consts if isinstance(const, CodeType)]
     return _Named(
         frozenset(globals_).union(*(found.globals for found in inner)),
-        frozenset(names - globals_).union(*(found.attributes for found in inner)),
+        frozenset(names).union(*(found.attributes for found in inner)),
         frozenset(modules).union(*(found.modules for found in inner)),
     )
 
@@ -135,7 +137,7 @@ class Reads:
             self._closures.add((id(code),))
             if (line := compared_line(code, frame.f_globals)) is not None:
                 self._compared[line] = self._compared.get(line, frozenset()) | named_in(code)
-            for name in sorted(named.globals & frame.f_globals.keys()):
+            for name in sorted(named.globals):  # also what is not there yet
                 self._note((id(frame.f_globals), name, names), Root(name, frame.f_globals, name, names))
             for name in sorted(named.modules):
                 if (module := sys.modules.get(name)) is not None:

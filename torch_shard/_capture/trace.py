@@ -42,6 +42,7 @@ from torch_shard._capture.ragged_rules import with_masks
 from torch_shard._capture.side_effects import Change, refuse_new_parameters
 from torch_shard._capture.simplify import simplify, stride_in_order
 from torch_shard._capture.user_errors import end_at_the_users_line, torchs_log_silent
+from torch_shard._common.caller import caller
 from torch_shard._common.fx import check_outputs, outputs_of
 from torch_shard._common.operator_families import STRICT_VIEWS
 from torch_shard._common.overrides import FUNCTIONS, OPERATORS
@@ -339,6 +340,12 @@ def _errors_for_users() -> Iterator[None]:
             raise NotImplementedError(
                 f"{user_frame(error)}\nHere an operator has no fake rule, which says the shapes and dtypes of its "
                 f"results: {error}\nRegister one: @torch.library.register_fake('mylib::op')."
+            ) from error
+        if "at least two devices, meta and cpu" in str(error):
+            raise NotImplementedError(
+                f"{caller()}: a tensor of the meta device meets others: one of your own, or one that "
+                "forward mode makes (torch.func.hessian, jacfwd, jvp) where a gradient is taken of it. Give yours "
+                "values; write jacrev(jacrev(f)) for hessian(f)."
             ) from error
         from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 

@@ -4,6 +4,7 @@ This is asked at every step. So a walk first compares identities, without a line
 one differs is it walked again, to compare what the values are.
 """
 
+import array
 import collections
 import dataclasses
 import functools
@@ -19,14 +20,16 @@ import torch
 from torch import nn
 
 from torch_shard._capture.provenance import is_own_file
-from torch_shard._capture.side_effects import _OF_TORCH, is_record
+from torch_shard._capture.side_effects import _ABSENT, _OF_TORCH, is_record
 
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), range, slice, np.generic),
     *(torch.dtype, torch.device, torch.Size, torch.memory_format, types.BuiltinFunctionType),
 )
 
-_COLLECTIONS = (dict, list, tuple, set, frozenset, collections.deque)
+_DICTS = (dict, types.MappingProxyType)
+
+_COLLECTIONS = (*_DICTS, list, tuple, set, frozenset, collections.deque)
 
 _WAYS_IN = frozenset(
     way
@@ -103,7 +106,7 @@ class Walk:
         self._iterables: list[Any] = []
         self._items: list[object] = []
         self._lengths: list[int] = []
-        self.arrays: list[tuple[str, np.ndarray, bytes | None]] = []
+        self.arrays: list[tuple[str, np.ndarray | array.array[Any], bytes | None]] = []
         """NumPy arrays with their names, and their contents; without, if they are too large."""
 
     def root(self, root: Root) -> None:
@@ -118,12 +121,12 @@ class Walk:
         in_dicts, in_objects = self._columns
         try:
             return (
-                all(map(operator.is_, map(dict.get, *in_dicts[:2]), in_dicts[2]))
-                and all(map(operator.is_, map(getattr, *in_objects[:2], itertools.repeat(None)), in_objects[2]))
+                all(map(operator.is_, map(dict.get, *in_dicts[:2], itertools.repeat(_ABSENT)), in_dicts[2]))
+                and all(map(operator.is_, map(getattr, *in_objects[:2], itertools.repeat(_ABSENT)), in_objects[2]))
                 and not any(self._empty)
                 and list(map(len, self._iterables)) == self._lengths
                 and all(map(operator.is_, itertools.chain.from_iterable(self._iterables), self._items))
-                and all(content in (None, array.tobytes()) for _, array, content in self.arrays)
+                and all(content is None or held.tobytes() == content for _, held, content in self.arrays)
             )
         except (ValueError, RuntimeError):  # a cell that is empty now; a container that another thread changes
             return False
@@ -136,7 +139,7 @@ class Walk:
 
     def _slot(self, owner: Any, key: Any, name: str, names: Names | None) -> None:
         """Note what is found at a place, and follow it."""
-        value = owner.get(key) if isinstance(owner, dict) else attribute_of(owner, key)
+        value = owner.get(key, _ABSENT) if isinstance(owner, dict) else attribute_of(owner, key, _ABSENT)
         noted = self._functions or not isinstance(value, FUNCTIONS)
         if noted and (id(owner), key) not in self._slots:
             self._slots[id(owner), key] = owner, key, value
@@ -145,11 +148,14 @@ class Walk:
 
     def _visit(self, name: str, value: Any, names: Names | None) -> None:
         """Follow a value that is reached."""
-        if isinstance(value, (*_PLAIN, torch.Tensor)) or (id(value), names) in self._seen:
+        if value is _ABSENT or isinstance(value, (*_PLAIN, torch.Tensor)) or (id(value), names) in self._seen:
             return
         self._seen[id(value), names] = value
         if isinstance(value, np.ndarray):
             self._array(name, value)
+        elif isinstance(value, array.array):
+            self.arrays.append((name, value, content := value.tobytes()))
+            self.values.append((name, (array.array, value.typecode, content)))
         elif _is_collection(value):
             self._collection(name, value, names)
             if hasattr(value, "__dict__"):  # of a subclass, such as a dict that is read by attributes
@@ -167,8 +173,8 @@ class Walk:
                     self._slot(value, part, f"a default of {name}()", names)
         elif isinstance(value, types.ModuleType):
             if names is not None and _is_own(value):
-                self._attributes(name, vars(value), sorted(names & vars(value).keys()), names)
-        elif names is not None or is_record(value) or _is_mapping(value):
+                self._attributes(name, vars(value), sorted(names), names)
+        elif names is not None or is_record(value) or _is_whole(value):
             self._object(name, value, names)
 
     def _attributes(self, name: str, held: dict[str, Any], which: Iterable[str], names: Names | None) -> None:
@@ -178,8 +184,8 @@ class Walk:
     def _object(self, name: str, value: Any, names: Names | None) -> None:
         """Follow the attributes of an object that are read."""
         held: dict[str, Any] = {} if isinstance(value, type) else instance_dict(value)
-        if is_record(value) or _is_mapping(value):
-            read = held.keys() if _is_mapping(value) or self._settings is None else held.keys() & self._settings
+        if is_record(value) or _is_whole(value):
+            read = held.keys() if _is_whole(value) or self._settings is None else held.keys() & self._settings
             read = held.keys() if names is None else read
             self._attributes(name, held, sorted(read), names)
         if names is None:
@@ -192,22 +198,27 @@ class Walk:
         self._of_class(name, value, names)
 
     def _of_class(self, name: str, value: Any, names: Names) -> None:
-        """Follow what is read of a class: data, slots, and which functions its methods are."""
-        cls = value if isinstance(value, type) else type(value)
+        """Follow what is read of a class: data, slots, which functions its methods are; and what is not there yet."""
+        cls, held = value if isinstance(value, type) else type(value), instance_dict(value)
         own = list(itertools.takewhile(_is_own, cls.__mro__))
         for attribute in sorted(names):
             found = next((vars(base)[attribute] for base in own if attribute in vars(base)), None)
-            if isinstance(found, types.MemberDescriptorType):
+            if found is None and not hasattr(cls, attribute):  # it may come: getattr(..., default), hasattr
+                if value is not cls and attribute not in held:
+                    self._slot(held, attribute, f"{name}.{attribute}", names)
+                if own:
+                    self._slot(cls, attribute, f"{name}.{attribute}", names)
+            elif isinstance(found, types.MemberDescriptorType):
                 if value is not cls:
                     self._slot(value, attribute, f"{name}.{attribute}", names)
             elif found is not None and not _is_descriptor(found):
                 if value is not cls:  # an instance may get one of its own
-                    self._slot(instance_dict(value), attribute, f"{name}.{attribute}", names)
+                    self._slot(held, attribute, f"{name}.{attribute}", names)
                 self._slot(cls, attribute, f"{name}.{attribute}", names)
 
     def _collection(self, name: str, value: Any, names: Names | None) -> None:
         """Compare the items of a container, and follow them."""
-        parts = (value, value.values()) if isinstance(value, dict) and value else (value,)
+        parts = (value, value.values()) if isinstance(value, _DICTS) and value else (value,)
         mutable = not isinstance(value, (tuple, frozenset))
         if isinstance(value, (dict, set, frozenset)):
             self.hashed += [(name, item) for item in value if isinstance(item, torch.Tensor)]
@@ -249,9 +260,10 @@ class Walk:
 
 def first_difference(before: list[tuple[str, Hashable]], now: list[tuple[str, Hashable]]) -> str | None:
     """The name of the first value in which two walks differ."""
+    known = {name for name, _ in before}
     for then, found in itertools.zip_longest(before, now):
         if then != found:
-            return (then or found)[0]  # pyright: ignore[reportOptionalSubscript]
+            return found[0] if then is None or (found is not None and found[0] not in known) else then[0]
     return None
 
 
@@ -280,9 +292,13 @@ def _is_collection(value: object) -> bool:
     return isinstance(value, _COLLECTIONS) and kind.__iter__ in _WAYS_IN and kind.__len__ in _WAYS_IN
 
 
-def _is_mapping(value: object) -> bool:
-    """Tell whether a value is a mapping that is no dict: settings of a library, to be compared as a whole."""
-    return isinstance(value, Mapping) and not isinstance(value, dict)
+def _is_whole(value: object) -> bool:
+    """Tell whether the code of a library reads a value, so that all of it is compared.
+
+    It is a mapping that is no dict, as settings are, or an object of torch that is made of settings.
+    """
+    is_mapping = isinstance(value, Mapping) and not isinstance(value, _DICTS)
+    return is_mapping or type(value).__module__.startswith(("torch.distributions.", "torch.optim.lr_scheduler"))
 
 
 def _is_descriptor(found: object) -> bool:
@@ -294,9 +310,9 @@ def instance_dict(value: object) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def attribute_of(owner: object, name: str) -> object:
+def attribute_of(owner: object, name: str, default: object = None) -> object:
     try:
-        return getattr(owner, name, None)
+        return getattr(owner, name, default)
     except ValueError:  # a cell that is not assigned yet
         return None
 

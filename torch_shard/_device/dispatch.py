@@ -22,7 +22,15 @@ from torch_shard._common.types import Operator, PyTree
 from torch_shard._device.backend import DeviceModule, register_autocast
 from torch_shard._device.results import result_of, view_of
 from torch_shard._device.tensor import JaxTensor, Storage, ViewStorage, to_array, wrap_array
-from torch_shard._lowering import RANDOM, STORAGE_KWARGS, conform, find_lowering, import_torchax, refuse_generator
+from torch_shard._lowering import (
+    RANDOM,
+    STORAGE_KWARGS,
+    conform,
+    exact_integers,
+    find_lowering,
+    import_torchax,
+    refuse_generator,
+)
 
 aten = torch.ops.aten
 
@@ -48,11 +56,13 @@ def _run(func: Operator, args: Sequence[PyTree], kwargs: dict) -> PyTree:
     if lowering is None:
         return _decompose(func, args, kwargs)
     refuse_generator(func, kwargs)
-    arrays = [_operand(arg) for arg in args]
     options = {name: _operand(value) for name, value in kwargs.items() if name not in STORAGE_KWARGS}
+    arrays = [_operand(arg) for arg in args]
     key = (next_key(),) if func in RANDOM else ()
     try:
-        return conform(func, result_of(func, args, kwargs), lowering(*key, *arrays, **options))
+        fake = result_of(func, args, kwargs)
+        exact = exact_integers(func, fake)
+        return conform(func, fake, lowering(*key, *map(exact, arrays), **options))
     except NotImplementedError:
         if func in RANDOM:
             raise

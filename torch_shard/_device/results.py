@@ -16,13 +16,13 @@ _KEPT = 4096
 def result_of(func: Operator, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
     """Meta tensors like the results of an operator; None where PyTorch cannot tell them from shapes and dtypes."""
     try:
-        return _result(func, _outline(args), tuple(kwargs), _outline(kwargs.values()))
+        return _result(func, _outline(args), tuple(kwargs), _outline(kwargs.values()), torch.get_default_dtype())
     except TypeError:  # an argument that cannot be hashed
         return None
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def _result(func: Operator, args: Any, names: tuple[str, ...], values: Any) -> PyTree:
+def _result(func: Operator, args: Any, names: tuple[str, ...], values: Any, default: torch.dtype) -> PyTree:
     try:
         return func(*map(_on_meta, args), **dict(zip(names, map(_on_meta, values), strict=True)))
     except Exception:  # it has no such kernel, or its result depends on values

@@ -22,7 +22,7 @@ from torch_shard._loss.joint import JointLoss, LossShape
 from torch_shard._loss.program import LossProgram
 from torch_shard._lowering import OverContext, capture_settings, refuse_change
 from torch_shard._scan import CapturedLayers, LayerOptions, capture_layers
-from torch_shard._sharding import LossFn, ResolvedPlan, holdings, memory_span
+from torch_shard._sharding import LossFn, ResolvedPlan, gradient_hooks, holdings, memory_span
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,8 @@ def loss_program(
     entries = tuple((name, tuple(t.shape), t.dtype, name in held.trainable) for name, t in held.all.items())
     flags = tuple(m.training for m in model.modules()) if train else None
     key = (_identity(loss_fn), signature, entries, flags, precision, layers, capture_settings())
-    key = (*key, values.num > 1, plan.activations, plan.context, sequence_dims)
+    hooks = gradient_hooks(held.trainable.values()) if train else ()
+    key = (*key, hooks, values.num > 1, plan.activations, plan.context, sequence_dims)
     key = (*key, plan.mesh if plan.activations or plan.context else None)  # the mesh says what fits
     family = _CAPTURED.setdefault(model, _Captures())
     programs = [program for program in family.of(key) if not program.outdated()]

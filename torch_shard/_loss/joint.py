@@ -209,7 +209,7 @@ def _hooks(name: str, parameter: torch.Tensor) -> list[Callable[..., object]]:
     """The gradient hooks of a parameter, to be read before the capture, in which a fake stands for it."""
     if getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise NotImplementedError(
-            f"{name} has a post-accumulate-grad hook, which sees .grad, and a compiled step has none. "
+            f"{caller()}: {name} has a post-accumulate-grad hook, which sees .grad, and a compiled step has none. "
             "Use Tensor.register_hook, or an optax transformation."
         )
     return list((parameter._backward_hooks or {}).values())

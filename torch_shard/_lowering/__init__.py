@@ -5,6 +5,7 @@ from torch_shard._lowering.compiler_options import compiler_options
 from torch_shard._lowering.interpreter import (
     conform,
     draws_random,
+    exact_integers,
     lower,
     matmul_precision,
     missing_lowerings,
@@ -61,6 +62,7 @@ __all__ = [
     "constrained",
     "current_rows",
     "draws_random",
+    "exact_integers",
     "find_lowering",
     "find_written_out",
     "import_torchax",

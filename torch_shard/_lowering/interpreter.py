@@ -113,6 +113,7 @@ def operation(node: Node) -> Callable[[Key, Place, Sequence[PyTree]], PyTree]:
     dims = [source.meta.get(ROWS) for source in sources_of(node)]
     scatters, into = aten_name(node) in SCATTERS, int(aten_name(node) != "bincount")
     axes = node.meta.get("random_axes", ())
+    exact = exact_integers(target, node.meta.get("val"))
     notes: dict[str, str] = node.meta.get("custom", {})
     scope = "/".join(filter(None, (notes.get("pass"), notes.get("module"), target._opname)))
 
@@ -120,7 +121,7 @@ def operation(node: Node) -> Callable[[Key, Place, Sequence[PyTree]], PyTree]:
         values = list(map(as_used, values, uses)) if any(uses) else values
         values = [*values[:into], *whole_if_uneven(values[into:], dims[into:])] if scatters else values
         values = [whole_if_cut(node, value) for value in values]
-        given = iter(values)
+        given = map(exact, values)
         args, named = fill_in((static_args, kwargs), lambda _: next(given))
         first = ()
         if target in RANDOM:
@@ -166,6 +167,31 @@ def _refuse_strides(node: Node) -> None:
 def _narrow(dtype: torch.dtype) -> torch.dtype:
     """The torch dtype of what JAX will hold: torchax's lowerings warn when asked for 64 bits with x64 off."""
     return torch_dtype(jax_dtype(dtype))
+
+
+def exact_integers(target: object, fake: PyTree) -> Callable[[PyTree], PyTree]:
+    """What makes float64 of an integer operand where PyTorch computes in that; torchax would make float32 of it.
+
+    Args:
+        target: The operator.
+        fake: What PyTorch says that it gives.
+    """
+    dtype = jax_dtype(fake.dtype) if isinstance(fake, torch.Tensor) else None
+    if dtype not in ("float64", "complex128") or not _computes_in_its_result(target):
+        return lambda value: value
+
+    def exact(value: PyTree) -> PyTree:
+        is_array = isinstance(value, jax.Array | InPieces)
+        return value.astype(dtype) if is_array and not jax.numpy.issubdtype(value.dtype, jax.numpy.inexact) else value
+
+    return exact
+
+
+def _computes_in_its_result(target: object) -> bool:
+    """Tell whether an operator takes all its operands in the dtype of its result: it has no masks among them."""
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+        return False
+    return target._opname not in ("where", "masked_fill", "native_dropout_backward")
 
 
 def conform(target: object, fake: PyTree, value: PyTree, *, node: Node | None = None) -> PyTree:

@@ -200,4 +200,12 @@ def capture_settings() -> tuple[object, ...]:
     """The settings that change what a callable means, and the mesh axes that it is written for one device of."""
     autocast = tuple(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in ("cpu", "jax", "cuda"))
     axes = tuple(manual_axes().items())
-    return torch.get_default_dtype(), autocast, has_x64(), axes, bool(axes and tracked_axes()), *KERNELS
+    hooks = tuple(_global_hooks())
+    return torch.get_default_dtype(), autocast, has_x64(), axes, bool(axes and tracked_axes()), hooks, *KERNELS
+
+
+def _global_hooks() -> Iterator[int]:
+    """The numbers of the user's hooks on all modules: torch gives each hook a new one. A capture has its own hooks."""
+    for name in ("forward_pre", "forward", "backward_pre", "backward"):
+        hooks: dict[int, object] = getattr(torch.nn.modules.module, f"_global_{name}_hooks")
+        yield from (n for n, hook in hooks.items() if not getattr(hook, "__module__", "").startswith("torch_shard."))

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import struct_of, to_host
@@ -243,7 +244,9 @@ class TorchOptimizer:
 
         Raises:
             ValueError: A group, its parameters or its flags have changed.
+            NotImplementedError: The optimizer has got step hooks, or another `step`.
         """
+        _refuse_own_step(self.optimizer)
         if self._present_shape() != self._shape:
             raise ValueError(
                 f"{caller()}: the parameter groups of the optimizer, or flags such as amsgrad, nesterov or whether "
@@ -474,9 +477,26 @@ def _rule_of(optimizer: torch.optim.Optimizer) -> Rule:
             f"known. Of torch.optim these are taken, not their subclasses: {listed}. For others give an optax "
             "transformation: optax.lbfgs(), optax.contrib.schedule_free_adamw(...), optax.chain(...) of your own."
         )
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    _refuse_own_step(optimizer)
+    return RULES[kind]
+
+
+def _refuse_own_step(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what the user has `step()` do besides what is known of the class; a scheduler's wrapper does no more."""
+    of_all = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+    if any((optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *of_all)):
         raise NotImplementedError(
             f"{caller()}: the optimizer has step hooks, which a compiled step would not call. Remove them, and do in "
             "the loop what they do."
         )
-    return RULES[kind]
+    own = vars(optimizer).get("step")
+    if own is not None and getattr(own, "__wrapped__", None) is not type(optimizer).step:
+        raise NotImplementedError(
+            f"{caller()}: optimizer.step of this {type(optimizer).__name__} was replaced by {_name_of(own)}, which a "
+            "compiled step would not call. Do in the loop what it does (del optimizer.step), or give an optax "
+            "transformation."
+        )
+
+
+def _name_of(fn: object) -> str:
+    return getattr(fn, "__qualname__", type(fn).__qualname__)

@@ -6,6 +6,7 @@
 import copy
 import dataclasses
 import itertools
+import operator
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import cast
@@ -150,6 +151,12 @@ def with_values(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Mod
         computed = [v for v in vars(m).values() if isinstance(v, torch.Tensor) and v.grad_fn is not None]
         memo.update((id(v), v.detach().clone()) for v in computed)
     return copy.deepcopy(module, memo)
+
+
+def gradient_hooks(params: Iterable[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """The hooks on the gradients of parameters, by the numbers that torch gives them; each hook has its own."""
+    hooks = map(operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks"), params)
+    return tuple((at, *(found[0] or ()), *(found[1] or ())) for at, found in enumerate(hooks) if any(found))
 
 
 def refuse_hooks(module: nn.Module) -> None:

@@ -83,6 +83,8 @@ class Placer:
         """
         given = batch if isinstance(batch, HostBatch) else HostBatch(batch, self._local)
         leaves, signature = flatten_batch(given.batch)
+        if self._must_divide:  # as in training
+            _refuse_grad(given.batch, leaves)
         way = self._placement_of(given, leaves, signature, only_shapes)
         if only_shapes:
             structs: Any = way.layout.structs(leaves)
@@ -165,4 +167,16 @@ def _say_rounded(paths: list[str], signature: BatchSignature) -> None:
             "them. Differences of large numbers (times) lose digits; make them before, or enable jax_enable_x64.",
             caller(),
             ", ".join(wide),
+        )
+
+
+def _refuse_grad(batch: PyTree, leaves: list[PyTree]) -> None:
+    """Refuse tensors through which torch's gradient would go on, to what a step does not train."""
+    has_history = [isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves]
+    if any(has_history):
+        names = [path for path, has in zip(array_paths(batch), has_history, strict=True) if has]
+        raise ValueError(
+            f"{caller()}: {', '.join(names[:8])} was computed from tensors that require grad, and a step gives no "
+            "gradient to these. Compute it within the loss, of parameters of the model; or under torch.no_grad() where "
+            "they are not to be trained."
         )

@@ -61,12 +61,14 @@ class ProgramKey:
         signature: Of the batch.
         flags: Training flags of the model's modules, in order; none of an evaluation.
         settings: Settings of torch and JAX that change what a callable means.
+        hooks: Gradient hooks of the trained parameters, as of `gradient_hooks`; none of an evaluation.
         skip_grad_norm: The limit of the guard, if the step has one.
     """
 
     signature: BatchSignature
     flags: tuple[bool, ...]
     settings: tuple[object, ...]
+    hooks: tuple[tuple[int, ...], ...]
     skip_grad_norm: float | None
 
     def difference(self, earlier: "ProgramKey") -> str:
@@ -74,7 +76,9 @@ class ProgramKey:
         if self.flags != earlier.flags:
             return "modules were switched between train() and eval()"
         if self.settings != earlier.settings:
-            return "torch's default dtype, autocast, JAX's x64 setting or the user's own kernels changed"
+            return "torch's default dtype, autocast, hooks on all modules, JAX's x64 or the user's own kernels changed"
+        if self.hooks != earlier.hooks:
+            return "gradient hooks of parameters (register_hook) were added or removed"
         if self.skip_grad_norm != earlier.skip_grad_norm:
             return f"skip_grad_norm changed from {earlier.skip_grad_norm} to {self.skip_grad_norm}"
         old, new = earlier.signature, self.signature
@@ -95,7 +99,7 @@ class ProgramKey:
 
     def _apart_from_leaves(self) -> tuple[object, ...]:
         signature = self.signature
-        return signature.tree, len(signature.specs), self.flags, self.settings, self.skip_grad_norm
+        return signature.tree, len(signature.specs), self.flags, self.settings, self.hooks, self.skip_grad_norm
 
 
 def _difference(was: object, now: object) -> str:

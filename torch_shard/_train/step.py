@@ -46,6 +46,7 @@ from torch_shard._sharding import (
     check_current_mesh,
     describe_mesh,
     describe_spec,
+    gradient_hooks,
     holdings,
     in_form_of,
     shared_memory,
@@ -172,7 +173,8 @@ class Step:
         check_current_mesh()
         placed = batch if isinstance(batch, ShardedBatch) else self._put(batch, only_shapes=only_shapes)
         flags = tuple(module.training for module in self._modules) if self.train else ()
-        key = ProgramKey(placed.signature, flags, capture_settings(), skip_grad_norm)
+        hooks = gradient_hooks(self._held.trainable.values()) if self.train else ()
+        key = ProgramKey(placed.signature, flags, capture_settings(), hooks, skip_grad_norm)
         values = HostValues(
             placed.leaves,
             placed.signature,

@@ -26,8 +26,28 @@ for _op, _fn in {
     aten.erfc: jax.lax.erfc,
     aten.erfinv: jax.lax.erf_inv,
     aten.rsqrt: jax.lax.rsqrt,
+    aten.lgamma: jax.lax.lgamma,
 }.items():
     lowers(_op.default)(_of_floats(_fn))
+
+
+@lowers(aten.complex.default)
+def complex_(real, imag):
+    return jax.lax.complex(*jnp.broadcast_arrays(real, imag))
+
+
+def _times_log(log):
+    """`x * log(y)`, and 0 where x is; of a number and integers PyTorch's rule makes an integer of the number."""
+
+    def lowered(x, y):
+        x, y = jnp.asarray(x), _floating(jnp.asarray(y))
+        return jnp.where(jnp.isnan(y), jnp.nan, jnp.where(x == 0, 0, x * log(y)))
+
+    return lowered
+
+
+lowers(aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other)(_times_log(jnp.log))
+lowers(aten.special_xlog1py.self_scalar, aten.special_xlog1py.other_scalar)(_times_log(jnp.log1p))
 
 
 @lowers(aten.sign.default)
