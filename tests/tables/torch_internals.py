@@ -104,6 +104,7 @@ INTERNALS = (
     Internals("torch", "_has_compatible_shallow_copy_type _register_device_module", _DEVICE),
     Internals("torch.Tensor", "_make_wrapper_subclass _use_count", _DEVICE),
     Internals("torch.Tensor", "_backward_hooks _post_accumulate_grad_hooks", _HOOKS),
+    Internals("torch.optim.optimizer", "_global_optimizer_post_hooks _global_optimizer_pre_hooks", _HOOKS),
     Internals(
         "torch.nn.Module()",
         "_backward_hooks _backward_pre_hooks _forward_hooks _forward_pre_hooks _load_state_dict_pre_hooks",
