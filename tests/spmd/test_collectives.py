@@ -167,7 +167,7 @@ def by_mesh(sizes: tuple[int, int], check_vma: bool, names: list[str]) -> dict[s
     return {name: (value, grads) for name, ((_, value), grads) in found.items()}
 
 
-@pytest.mark.parametrize("half", [slice(0, 8), slice(8, None)], ids=["sums", "others"])
+@pytest.mark.parametrize("first", range(0, len(CASES), 4))
 @pytest.mark.parametrize(
     ("sizes", "check_vma"),
     [
@@ -177,8 +177,8 @@ def by_mesh(sizes: tuple[int, int], check_vma: bool, names: list[str]) -> dict[s
     ],
     ids=str,
 )
-def test_values_and_gradients_are_those_of_the_unsharded(sizes: tuple[int, int], check_vma: bool, half: slice) -> None:
-    for name, (found, found_grads) in by_mesh(sizes, check_vma, list(CASES)[half]).items():
+def test_values_and_gradients_are_those_of_the_unsharded(sizes: tuple[int, int], check_vma: bool, first: int) -> None:
+    for name, (found, found_grads) in by_mesh(sizes, check_vma, list(CASES)[first : first + 4]).items():
         value, grads = by_torch(CASES[name], sizes)
         assert_close(found, value, name)
         for grad, wanted in zip(found_grads, grads, strict=True):
