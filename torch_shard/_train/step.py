@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.filesize import decimal
 
-from torch_shard._capture import Mismatch
+from torch_shard._capture import Mismatch, is_capturing
 from torch_shard._common.caller import error_prefix
 from torch_shard._common.last_used import KEPT, LastUsed
 from torch_shard._common.types import PyTree
@@ -90,6 +90,10 @@ class Step:
         self._microbatches = Microbatches(options.accumulate_steps, self.layout)
         self._cache = CompileCache(options.compile_cache, options.mesh)
         self.replicated = NamedSharding(options.mesh, PartitionSpec())
+        if is_capturing():
+            raise NotImplementedError(
+                f"{self.caller}: called within a function that is captured, such as a loss or forward. Call it outside."
+            )
         if (names := shared_memory(self._held.all)) is not None:
             raise NotImplementedError(
                 f"{self.caller}: {names[0]} and {names[1]} share memory: one is a view of the other, or both are views "
