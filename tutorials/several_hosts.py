@@ -119,6 +119,7 @@ assert "0.weight differs between process 0 and 1" in done.stdout
 # %%
 done = train("lost", processes=2, restarts=1, mistake="dies")
 assert done.returncode == 0
+assert done.stdout.count("process 1 of 2 (torchrun), meeting at") == 2  # it was started again
 lost = load_file(FOLDER / "lost" / "trained.safetensors")
 
 # %% [markdown]

@@ -1,6 +1,7 @@
 """Parameters that the user's code knows by identity: refused, as others are in their places in a capture."""
 
 import enum
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,11 @@ def by_subscript(model: nn.Module) -> Any:
     return lambda m, x: penalty(m, x, lambda p: factors[p])
 
 
+def by_key_of_a_proxy(model: nn.Module) -> Any:
+    factors = types.MappingProxyType(dict.fromkeys(model.parameters(), 2.0))
+    return lambda m, x: penalty(m, x, lambda p: factors.get(p, 0.0))
+
+
 def by_is(model: nn.Module) -> Any:
     skip = model.weight
     return lambda m, x: penalty(m, x, lambda p: p is not skip)
@@ -75,6 +81,7 @@ CASES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "one id": (by_one_id, r"  skip has the id\(\) of weight\n"),
     "element": (by_element, r"  skip has as keys or elements weight\n"),
     "key": (by_key, r"  factors has as keys or elements weight, bias\n"),
+    "key of a proxy": (by_key_of_a_proxy, r"  factors has as keys or elements weight, bias\n"),
     "subscript": (by_subscript, r"  factors has as keys or elements weight, bias\n"),
     "is": (by_is, r"test_identity\.py\", line \d+, .*skip\)\n  compares by identity, and skip has weight\n"),
     "is, of a list": (by_is_in_a_list, r"  compares by identity, and skips has weight\n"),

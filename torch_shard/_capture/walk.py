@@ -220,7 +220,7 @@ class Walk:
         """Compare the items of a container, and follow them."""
         parts = (value, value.values()) if isinstance(value, _DICTS) and value else (value,)
         mutable = not isinstance(value, (tuple, frozenset))
-        if isinstance(value, (dict, set, frozenset)):
+        if isinstance(value, (*_DICTS, set, frozenset)):
             self.hashed += [(name, item) for item in value if isinstance(item, torch.Tensor)]
         if len(self._items) + len(parts) * len(value) > MOST_ITEMS:
             self.too_large.append(f"{name} ({len(value):,} items)")

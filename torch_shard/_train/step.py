@@ -71,6 +71,10 @@ class Step:
 
     @error_prefix(None)
     def __init__(self, model: torch.nn.Module, loss_fn: LossFn, options: StepOptions) -> None:
+        if is_capturing():
+            raise NotImplementedError(
+                f"{self.caller}: called within a function that is captured, such as a loss or forward. Call it outside."
+            )
         model = check_module("model", model)
         check_loss_fn(loss_fn)
         self.model, self.loss_fn, self.options, self.mesh = model, loss_fn, options, options.mesh
@@ -90,10 +94,6 @@ class Step:
         self._microbatches = Microbatches(options.accumulate_steps, self.layout)
         self._cache = CompileCache(options.compile_cache, options.mesh)
         self.replicated = NamedSharding(options.mesh, PartitionSpec())
-        if is_capturing():
-            raise NotImplementedError(
-                f"{self.caller}: called within a function that is captured, such as a loss or forward. Call it outside."
-            )
         if (names := shared_memory(self._held.all)) is not None:
             raise NotImplementedError(
                 f"{self.caller}: {names[0]} and {names[1]} share memory: one is a view of the other, or both are views "
