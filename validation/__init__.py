@@ -12,6 +12,7 @@
 | `pytest validation/operators/test_modules.py` | modules on a mesh and in `jax_shard_map` | minutes |
 | `pytest validation/rivals` | the benchmarks' hand-written JAX for TPUs computes what the models do | minutes |
 | `pytest validation/tuning` | what `ts.tune` says without compiling, beside TPU's compiler | 10 minutes |
+| `pytest validation/reports` | wrong numbers that users have reported of other libraries | 5 minutes |
 | `pytest validation/kills` | runs that are killed twenty times | 7 minutes |
 
 `pytest validation/zoo`, or another of these folders, runs the tests of a study, and its rows as tests.

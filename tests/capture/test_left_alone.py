@@ -196,13 +196,13 @@ def _cases() -> Iterator[Case]:
 
 
 ALL = {f"{number} {case.name}": case for number, case in enumerate(_cases())}
-SHOWN = list(ALL)[::12]  # in the default run
+SHOWN = list(ALL)[::6]  # in the default run
+FAILS = set(list(ALL)[::4]) | set(list(ALL)[1::4])  # in the middle of the loss
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own jvp
 @pytest.mark.parametrize("name", chosen(ALL, SHOWN))
-@pytest.mark.parametrize("fails", [False, True])
-def test_any_capture_leaves_the_model_as_it_was(name: str, fails: bool) -> None:
+def test_any_capture_leaves_the_model_as_it_was(name: str) -> None:
     case = ALL[name]
     model, (batch,) = case.model(), case.batches(1)
     counting = FailsAt(-1)
@@ -211,7 +211,7 @@ def test_any_capture_leaves_the_model_as_it_was(name: str, fails: bool) -> None:
         with counting:
             return case.loss_fn(model, batch)
 
-    if fails:
+    if name in FAILS:
         loss_fn(case.model(), batch)
         counting.number = random.Random(name).randrange(next(counting.calls))
         counting.calls = itertools.count()

@@ -1,4 +1,4 @@
-"""Tokens that go to their experts and come back; tests/system/test_errors_of_others.py has layouts and routes."""
+"""Tokens that go to their experts and come back; validation/reports/test_errors_of_others.py has layouts and routes."""
 
 import functools
 from typing import Any

@@ -7,14 +7,9 @@ from tests.tables.cases import CASE, MESHES
 
 NUM_STEPS = 3
 PAIRS = [(name, (4, 2)) for name in CASE] + [("mlp", sizes) for sizes in MESHES if sizes != (4, 2)]
-# The same layers as another case has; the model axis alone is much like both axes.
-SELDOM = [("resnet_eval", (4, 2)), ("gru_bidirectional", (4, 2)), *((name, (1, 8)) for name in CASE if name != "mlp")]
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [pair for pair in PAIRS if pair not in SELDOM] + [pytest.param(*pair, marks=pytest.mark.slow) for pair in SELDOM],
-)
+@pytest.mark.parametrize(("name", "sizes"), PAIRS)
 def test_steps_equal_eager_torch_on_every_mesh(name: str, sizes: tuple[int, int]) -> None:
     case = CASE[name]
     assert_follows(case, case.model(), eager_trajectory(case, NUM_STEPS), sizes)

@@ -1,0 +1,1 @@
+"""Wrong numbers that users have reported of other libraries."""
