@@ -53,10 +53,6 @@ def seen_through(mask: torch.Tensor, size: tuple[int, int]) -> Seen | None:
 
     It is one where the mask is a constant band (all, a triangle, a window), or one and what depends on the batch: which
     keys are padding, and which places belong to one document.
-
-    Args:
-        mask: Of bool or to be added, (..., T, S).
-        size: Number of queries and of keys.
     """
     if mask.ndim < 2 or mask.requires_grad or not mask.numel():
         return None

@@ -73,13 +73,7 @@ def _products() -> frozenset[Callable[..., object]]:
 
 
 def cast_once(func: Callable[..., object], args: PyTree, last: SharedCast | None) -> tuple[PyTree, SharedCast | None]:
-    """The arguments of a product, of which the first is cast once for products that follow one another.
-
-    Args:
-        func: Any torch call.
-        args: Its arguments by position.
-        last: The latest cast.
-    """
+    """The arguments of a product, of which the first is cast once for products that follow one another."""
     if func not in _products() or not args or _ACTIVE.depth == 0 or not torch.is_autocast_enabled("cpu"):
         return args, last
     x, *others = args
@@ -154,11 +148,7 @@ def _exit(original: Callable[..., object]) -> Callable[..., object]:
 
 @contextlib.contextmanager
 def float16_refused() -> Iterator[None]:
-    """Refuse float16 autocast in a loss whose gradient is taken: small gradients would be zero.
-
-    Raises:
-        NotImplementedError: It is active, or is entered within.
-    """
+    """Refuse float16 autocast in a loss whose gradient is taken: small gradients would be zero."""
     _ACTIVE.refuses_float16 = True
     try:
         if any(torch.get_autocast_dtype(device) is torch.float16 for device in casting()):
@@ -180,11 +170,7 @@ def _refuse_float16() -> None:
 
 @instead_of_attribute(torch.amp.GradScaler, "scale")
 def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
-    """`GradScaler.scale`, which nothing takes back where the gradients are those of a compiled program.
-
-    Raises:
-        NotImplementedError: The scaler is enabled.
-    """
+    """`GradScaler.scale`, which nothing takes back where the gradients are those of a compiled program."""
     if scaler.is_enabled():
         raise NotImplementedError(
             f"{current_user_line()}\nHere a GradScaler scales the loss, and nothing would unscale the gradients of a "

@@ -95,11 +95,7 @@ def _seen(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_unseen(nodes: list[Node]) -> None:
-    """Refuse a gradient for a tensor that nothing stands for: its path would be missing from that of its stand-in.
-
-    Raises:
-        NotImplementedError: Such a tensor is a leaf of the graph.
-    """
+    """Refuse a gradient for a tensor that nothing stands for: its path would be missing from that of its stand-in."""
     for node in nodes:
         for after, _ in node.next_functions:
             leaf = getattr(after, "variable", None)

@@ -17,13 +17,7 @@ _FREE_TOOLS = (3, 4)  # the others belong to debuggers, coverage, profilers and 
 
 
 class CallWatcher:
-    """Tells of each call of a function, and of what it returns.
-
-    Args:
-        wants: Tells, once for each code object, whether its calls are of interest.
-        on_call: Takes the frame before its first line has run.
-        on_return: Takes the frame and what it returns.
-    """
+    """Tells of each call of a function, and of what it returns."""
 
     def __init__(
         self,

@@ -31,9 +31,6 @@ _KEEPS = (ast.NamedExpr, *_LEAVES)
 def leads_only_to_raise(frame: FrameType) -> bool | None:
     """The truth value that passes a check.
 
-    Args:
-        frame: Is asking for the truth of a tensor, at its present instruction.
-
     Returns:
         The value for which the code goes on, if the other one leads straight to a `raise` that nothing in the same
         function catches, or to warnings and log messages alone; either one if it decides about nothing, and True where

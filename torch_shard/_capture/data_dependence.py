@@ -165,13 +165,7 @@ class DataDependence(TorchDispatchMode):
     def specialise(
         self, inputs: HostInputs, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
     ) -> None:
-        """Let Python ask for values that depend on the batch, on buffers and on what the callable closes over.
-
-        Args:
-            inputs: What the host has of these.
-            buffers: The fakes of buffers, by name.
-            batch: The fakes of the leaves of the batch.
-        """
+        """Let Python ask for values that depend on the batch, on buffers and on what the callable closes over."""
         self._inputs = inputs
         fakes: list[tuple[Source, torch.Tensor]] = [*buffers.items(), *enumerate(batch)]
         pairs = [(self._node_of(fake), source) for source, fake in fakes]
@@ -187,11 +181,7 @@ class DataDependence(TorchDispatchMode):
         return part
 
     def follow(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Compute on the host what becomes of the buffers that answers depend on, if another call follows this one.
-
-        Args:
-            buffers: As the callable leaves them, by name.
-        """
+        """Compute on the host what becomes of the buffers that answers depend on, if another call follows this one."""
         inputs, tried = self._inputs, set[str]()
         while inputs is not None and inputs.goes_on and self._questions:
             names = [name for name in self._part(self._questions).buffers if name not in tried]
@@ -225,15 +215,7 @@ class DataDependence(TorchDispatchMode):
     def ask(
         self, func: Callable[..., Any], args: PyTree, kwargs: PyTree, *, given: bool = False, batch: bool = True
     ) -> Any:
-        """What a function of tensors gives on the host; None if it depends on more than the host has.
-
-        Args:
-            func: Called in eager torch.
-            args: Of it.
-            kwargs: Of it.
-            given: Whether the results are to be inputs of the program; otherwise it is for these values alone.
-            batch: Whether they may depend on the batch.
-        """
+        """What a function of tensors gives on the host; None if it depends on more than the host has."""
         if (inputs := self._inputs) is None:
             return None
         with torch._C.DisableTorchFunction():

@@ -236,11 +236,7 @@ def _by_key(value: Any) -> dict[Any, Any] | None:
 
 
 def made_buffers(changes: Iterable[Change]) -> list[tuple[str, torch.Tensor, bool]]:
-    """The buffers that a callable has registered: name, value, and whether a `state_dict` has it.
-
-    Raises:
-        NotImplementedError: One depends on the inputs of the callable.
-    """
+    """The buffers that a callable has registered: name, value, and whether a `state_dict` has it."""
     changes = list(changes)
     skipped = {id(c.attributes): c.new for c in changes if c.name == "_non_persistent_buffers_set"}
     found: list[tuple[str, torch.Tensor, bool]] = []

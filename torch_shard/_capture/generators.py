@@ -25,11 +25,7 @@ _MOST = 50_000
 
 
 class Generators:
-    """The generators that a callable may draw from: those that all code shares, and those that hang on it.
-
-    Args:
-        fn: The callable. Attributes, containers, closures and globals lead to its generators.
-    """
+    """The generators that a callable may draw from: those that all code shares, and those that hang on it."""
 
     def __init__(self, fn: Callable[..., object]) -> None:
         self._own = [value for value in _reached(fn) if isinstance(value, _KINDS)]
@@ -39,11 +35,7 @@ class Generators:
         return [random.getstate(), repr(np.random.get_state()), *map(_state, self._own)]
 
     def line_that_draws(self, run: Callable[[], object]) -> str | None:
-        """The line of the user's code that has drawn from one of them since this was made; None if there is none.
-
-        Args:
-            run: What may have drawn, to be run again, slowly. What another thread draws is not its.
-        """
+        """The line of the user's code that has drawn from one of them since this was made; None if there is none."""
         return None if self._states() == self._before else _line_that_changes(self._states, run)
 
 

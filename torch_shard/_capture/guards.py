@@ -98,12 +98,7 @@ class Guard:
 
 
 def module_roots(modules: Iterable[tuple[str, nn.Module]], own: nn.Module) -> Iterator[Root]:
-    """The plain attributes, functions and tensors of modules, their submodules and hooks.
-
-    Args:
-        modules: Those that a program runs, with their names.
-        own: The model, of which parameters and buffers are inputs of the program.
-    """
+    """The plain attributes, functions and tensors of modules, their submodules and hooks."""
     inputs = set(map(id, own.modules()))
     for path, module in modules:
         if is_metric(module):

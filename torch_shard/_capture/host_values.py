@@ -136,14 +136,7 @@ class Mismatch:
 
 
 class HostPart:
-    """The part of a trace that answers questions.
-
-    Args:
-        graph: Of the trace, while its nodes have fakes.
-        questions: In the order in which they were asked.
-        source_of: What an input stands for; None if its value cannot be asked for.
-        literal_of: The value of a constant that the trace has written down, or None.
-    """
+    """The part of a trace that answers questions."""
 
     def __init__(
         self,
@@ -251,15 +244,7 @@ class HostPart:
         return question.key(answer)
 
     def run(self, values: Mapping[Node, torch.Tensor], inputs: HostInputs) -> list[torch.Tensor] | Mismatch:
-        """Ask again.
-
-        Args:
-            values: Of the sources.
-            inputs: From which they are read.
-
-        Returns:
-            The results that are inputs of the program; or the first answer that is another one than at the capture.
-        """
+        """Ask again."""
         seen = [(tensor, tensor._version) for tensor in values.values()]
         if self._last is not None and all(
             a is b and v == w for (a, v), (b, w) in zip(seen, self._last[0], strict=True)

@@ -18,17 +18,7 @@ _MAY_BE_TENSORS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_ATTR", "LOAD_GLOBAL", "LOAD_
 def refuse_identity(
     guard: Guard, compared: Mapping[str, frozenset[str]], entries: Mapping[str, torch.Tensor], what: str
 ) -> None:
-    """Refuse code that asks which of a model's tensors one is, by `id`, `is`, or as a key or an element.
-
-    Args:
-        guard: Of what the code has read.
-        compared: Its lines that compare by identity, with all names in their functions.
-        entries: Parameters and buffers of the model by name.
-        what: For the error.
-
-    Raises:
-        NotImplementedError: It does; all of the variables are listed.
-    """
+    """Refuse code that asks which of a model's tensors one is, by `id`, `is`, or as a key or an element."""
     names = {id(tensor): name for name, tensor in entries.items()}
     found: dict[str, dict[str, None]] = {}
     for variable, value in guard.hashed:
@@ -72,12 +62,7 @@ def named_in(code: CodeType) -> frozenset[str]:
 
 
 def compared_line(code: CodeType, variables: dict[str, Any]) -> str | None:
-    """The first line with an `is`, or an `id`, of what may be a tensor.
-
-    Args:
-        code: Of a function.
-        variables: Its globals.
-    """
+    """The first line with an `is`, or an `id`, of what may be a tensor."""
     for part in (code, *codes_in(code)):
         before: list[dis.Instruction] = []
         for found in dis.get_instructions(part):

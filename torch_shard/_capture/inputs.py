@@ -72,11 +72,7 @@ def decomposes_draws(graph: torch.fx.Graph) -> bool:
 
 
 def carry_random_places(before: torch.fx.Graph, after: torch.fx.Graph) -> None:
-    """Give each random node of a rewritten graph the place in the random stream that it had before.
-
-    Raises:
-        NotImplementedError: The rewriting changed how many there are, and some draw the numbers of others again.
-    """
+    """Give each random node of a rewritten graph the place in the random stream that it had before."""
     old, new = ([n for n in graph.nodes if is_random(n)] for graph in (before, after))
     places = [n.meta.get("random_place") for n in old]
     axes = [n.meta.get("random_axes", ()) for n in old]

@@ -14,13 +14,7 @@ _MIRRORED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq"}
 
 
 def interval_of(part: Node, constant: Callable[[Node], torch.Tensor | None], size: tuple[int, int]) -> Interval | None:
-    """The keys that a comparison of two constants lets through; None if it is no such comparison, or no interval.
-
-    Args:
-        part: Of shape (..., T, S).
-        constant: The value of a node, if it is a constant that is not too large.
-        size: Number of queries and of keys.
-    """
+    """The keys that a comparison of two constants lets through; None if it is no such comparison, or no interval."""
     name = aten_name(part)
     if name not in _MIRRORED or len(shape_of(part)) < 2 or shape_of(part)[-2:] != size:
         return None

@@ -28,10 +28,6 @@ class Masks:
 
     `x[labels > 0]` beside `y[labels > 0]` selects by two masks, of which nobody but the graph can tell that they are
     one.
-
-    Args:
-        node_of: The node of a traced tensor.
-        places_of: The indices of the places of a mask, if they can be computed now.
     """
 
     def __init__(

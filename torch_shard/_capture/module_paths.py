@@ -1,8 +1,5 @@
 """Which module each node of a capture is of, forward and backward: noted on the nodes, for profiles and previews."""
 
-# PyTorch annotates its autograd graph in part.
-# pyright: reportUnknownMemberType=false
-
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 
@@ -27,10 +24,6 @@ def annotate_backward(functions: Iterable[Node], graph: Graph) -> None:
     """Let a backward pass note on its nodes where the forward nodes stand that they belong to.
 
     Autograd numbers the operators of the forward pass; nodes have the number, and so has its own graph.
-
-    Args:
-        functions: Autograd's, which are about to run.
-        graph: The graph of the trace so far.
     """
     forward = {n.meta.get("seq_nr"): n.meta["custom"] for n in reversed(graph.nodes) if n.meta.get("custom")}
     for function in functions:

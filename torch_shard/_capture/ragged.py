@@ -46,12 +46,7 @@ class Count:
 
 
 class WithMasks(Interpreter):
-    """Runs a graph with whole tensors and masks in place of selections.
-
-    Args:
-        graph: Not yet functional, as the tracer wrote it down.
-        rule_of: Gives the rule of an operator, or None.
-    """
+    """Runs a graph with whole tensors and masks in place of selections."""
 
     def __init__(self, graph: GraphModule, rule_of: Callable[[Any], Rule | None]) -> None:
         super().__init__(graph, garbage_collect_values=False)

@@ -71,12 +71,7 @@ def _words(consts: tuple[object, ...]) -> set[str]:
 
 
 class Reads:
-    """What is read from outside while functions run within `seen`.
-
-    Args:
-        loss_fn: What is captured. The package that it is of counts as the user's own, also where it is installed.
-        restore: Whether captures take back what they leave in the globals and variables that are met.
-    """
+    """What is read from outside while functions run within `seen`."""
 
     def __init__(self, loss_fn: Any, *, restore: bool) -> None:
         count_as_own(getattr(loss_fn, "__module__", None))

@@ -102,11 +102,7 @@ _NEXT_TO_ONE = 1 - 2.0**-24  # in float32; at one, the inverse is infinite, and 
 def trunc_normal_(
     tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
 ) -> torch.Tensor:
-    """A normal distribution cut to [a, b], by the inverse of its distribution function; PyTorch's draws until it fits.
-
-    Raises:
-        NotImplementedError: The interval lies so far out that float32 cannot tell its probabilities apart.
-    """
+    """A normal distribution cut to [a, b], by the inverse of its distribution function, where PyTorch draws again."""
     low, high = (a - mean) / std, (b - mean) / std
     if low > _FAR or high < -_FAR:
         raise NotImplementedError(
@@ -236,11 +232,7 @@ def deep_copy(tensor: torch.Tensor, memo: dict[int, torch.Tensor]) -> torch.Tens
 
 @instead_of_attribute(nn.Module, "_apply")
 def move(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    """`module.to(...)`, `.cpu()`, `.float()` and their kin within a capture, where all tensors are on one device.
-
-    Raises:
-        NotImplementedError: They would change a dtype, and so the model itself.
-    """
+    """`module.to(...)`, `.cpu()`, `.float()` and their kin within a capture, where all tensors are on one device."""
     capture_mode = current_mode()
     tensors = [*module.parameters(recurse), *module.buffers(recurse)]
     is_new = capture_mode is not None and not capture_mode.side_effects.knows(module)

@@ -201,11 +201,7 @@ def _restore(noted: _Noted) -> Iterator[Change]:
 
 
 def refuse_new_parameters(changes: Iterable[Change]) -> None:
-    """Refuse a callable that gives a module further parameters.
-
-    Raises:
-        NotImplementedError: It does; all are named.
-    """
+    """Refuse a callable that gives a module further parameters."""
     found = [
         f"{change.path.removesuffix(change.name)}{name}"
         for change in changes

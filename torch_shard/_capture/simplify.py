@@ -194,9 +194,6 @@ def stride_in_order(graph: GraphModule) -> None:
     """Rewrite `graph`, not yet functional, in place; values and aliases stay the same.
 
     Each `as_strided` then has an operand whose elements lie in memory one after the other, in the order of its indices.
-
-    Raises:
-        NotImplementedError: The memory belongs to no tensor of the graph as a whole.
     """
     for node in [n for n in graph.graph.nodes if n.target is aten.as_strided.default]:
         source, size, stride, *rest = args_of(node)

@@ -30,12 +30,7 @@ def _is_no_traceback(record: logging.LogRecord) -> bool:
 
 
 def end_at_the_users_line(error: Exception, path: Callable[[nn.Module], str]) -> None:
-    """Let an error say in which line of the user's code and in which module it came up.
-
-    Args:
-        error: Of a capture.
-        path: Of a module in the model.
-    """
+    """Let an error say in which line of the user's code and in which module it came up."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     lines = [s for s in traceback.extract_tb(error.__traceback__) if is_user_file(s.filename)]
     if not lines or _is_of_the_package(frames[-1]):

@@ -86,12 +86,7 @@ class Leaf:
 
 
 class Walk:
-    """The values that are reached from roots.
-
-    Args:
-        settings: Attributes that are read of any bundle of settings that is reached; None for all.
-        functions: Whether to note which functions there are. Some are others while a capture is under way.
-    """
+    """The values that are reached from roots."""
 
     def __init__(self, settings: Names | None, *, functions: bool) -> None:
         self._settings, self._functions = settings, functions

@@ -1,8 +1,5 @@
 """Rows of a batch that several processes give together, each those of its own devices."""
 
-# JAX annotates its functions in part.
-# pyright: reportUnknownMemberType=false
-
 import collections
 import dataclasses
 import functools
@@ -98,11 +95,7 @@ class HostRows:
         return self.blocks[self.process]
 
     def shard(self) -> tuple[int, int]:
-        """Number of processes that have rows of their own, and the place of this one among them.
-
-        Raises:
-            ValueError: Two processes have some rows in common, and not all.
-        """
+        """Number of processes that have rows of their own, and the place of this one among them."""
         distinct = sorted(set(self.blocks.values()))
         if sum(map(len, distinct)) > self.num_blocks or len(set(map(len, distinct))) > 1:
             listed = (f"  process {p}: {', '.join(map(str, own))}" for p, own in self.blocks.items())

@@ -40,13 +40,7 @@ from torch_shard._sharding import (
 
 
 def put(value: torch.Tensor | ArrayLike, sharding: NamedSharding, *, rounds: bool = False) -> jax.Array:
-    """A tensor or array onto its shards; a CPU tensor is read shard by shard, and never aliased.
-
-    Args:
-        value: Of the global shape.
-        sharding: Where it is to lie.
-        rounds: Take 64-bit floating point where JAX has 32 bits.
-    """
+    """A tensor or array onto its shards; a CPU tensor is read shard by shard, and never aliased."""
     refuse_compile_only(sharding.mesh)
     if isinstance(value, JaxTensor):
         value = value.jax()
@@ -82,11 +76,7 @@ def to_host_by_name(stacks: Stacks) -> dict[str, torch.Tensor]:
 
 
 def refuse_meta(tensors: Mapping[str, object]) -> None:
-    """Refuse entries that have no values.
-
-    Raises:
-        ValueError: Some are on the meta device; all are listed.
-    """
+    """Refuse entries that have no values."""
     names = [n for n, t in tensors.items() if isinstance(t, torch.Tensor) and t.device.type == "meta"]
     if names:
         raise ValueError(
@@ -98,11 +88,7 @@ def refuse_meta(tensors: Mapping[str, object]) -> None:
 
 
 def refuse_wide(tensors: dict[str, torch.Tensor]) -> None:
-    """Refuse floating-point entries that JAX would narrow.
-
-    Raises:
-        TypeError: Some need 64 bits, which are switched off; all are listed.
-    """
+    """Refuse floating-point entries that JAX would narrow."""
     wide = (torch.float64, torch.complex128)
     names = [name for name, tensor in tensors.items() if tensor.dtype in wide]
     if names and not jax.config.values["jax_enable_x64"]:
@@ -230,10 +216,6 @@ class BatchLayout:
             as in `{"targets.**": P()}`, and of the others the default.
         context: Over which axis leaves that have a sequence are split along it, where `spec` does not say it all.
         rows: Axes, where neither says them; by default `batch`.
-
-    Raises:
-        TypeError: It is something else.
-        ValueError: It does not fit the mesh.
     """
 
     def __init__(
@@ -290,12 +272,7 @@ class BatchLayout:
         return self._shardings[ndim]
 
     def faults(self, leaves: list[PyTree], paths: list[str]) -> list[str]:
-        """Say which leaves do not divide over the mesh, a line each.
-
-        Args:
-            leaves: Tensors and arrays.
-            paths: Where each stands in the batch.
-        """
+        """Say which leaves do not divide over the mesh, a line each."""
         faults: list[str] = []
         for leaf, path, layout in zip(leaves, paths, self.of_leaves([np.shape(x) for x in leaves], paths), strict=True):
             shape = tuple(np.shape(leaf))
@@ -305,15 +282,7 @@ class BatchLayout:
         return faults
 
     def check(self, leaves: list[PyTree], paths: list[str]) -> None:
-        """Refuse a batch that does not divide.
-
-        Args:
-            leaves: Tensors and arrays.
-            paths: Where each stands in the batch.
-
-        Raises:
-            ValueError: All the leaves that do not divide are listed, with both numbers.
-        """
+        """Refuse a batch that does not divide."""
         if faults := self.faults(leaves, paths):
             raise ValueError(
                 f"{caller()}: the batch cannot be split on mesh {describe_mesh(self.mesh)}.\n\n"
@@ -348,10 +317,6 @@ class BatchLayout:
 
         The leaves with two dims, (rows, sequence), say how long the sequence is; without any, all leaves with more.
         Each leaf whose second dim is as long has a sequence.
-
-        Args:
-            shapes: Of all leaves.
-            paths: Where each stands in the batch; may be left out where leaves have no specs by name.
 
         Raises:
             ValueError: A name of `batch_spec` finds none, or it is not clear how long the sequence is.

@@ -16,11 +16,7 @@ from torch_shard._device.placement import to_cpu
 
 
 class ReplayRNG(TorchDispatchMode):
-    """Each random operator runs on the jax device, by the key of a step at the place that it has in the step.
-
-    Args:
-        key: Of the step; None leaves all to torch.
-    """
+    """Each random operator runs on the jax device, by the key of a step at the place that it has in the step."""
 
     def __init__(self, key: jax.Array | None) -> None:
         super().__init__()

@@ -255,10 +255,6 @@ def to_array(value: torch.Tensor | ArrayLike, *, rounds: bool = False) -> jax.Ar
 
     64-bit integers become 32-bit while `jax_enable_x64` is off, if every value fits.
 
-    Args:
-        value: On the host, or an array.
-        rounds: Take 64-bit floating point where JAX has 32 bits.
-
     Raises:
         OverflowError: An integer does not fit 32 bits.
         TypeError: float64 or complex128 while `jax_enable_x64` is off; a sparse or quantised tensor.

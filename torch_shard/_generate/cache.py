@@ -67,11 +67,7 @@ def filled_cache(keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], f
 
 
 def contents(cache: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Keys and values of all layers.
-
-    Raises:
-        NotImplementedError: Some layer has none.
-    """
+    """Keys and values of all layers."""
     if missing := [str(number) for number, layer in enumerate(cache.layers) if layer.keys is None]:
         raise NotImplementedError(
             f"{caller()}: layer {', '.join(missing)} of the model keeps no keys and values in the cache. Decoders "

@@ -3,9 +3,6 @@
 Shapes: B rows, T slots of the prompt, N of new tokens, L = T + N slots of the cache, V words of the vocabulary.
 """
 
-# JAX and PyTorch annotate some of their functions in part.
-# pyright: reportUnknownMemberType=false
-
 import dataclasses
 import inspect
 from collections.abc import Callable
@@ -63,13 +60,7 @@ def _run(
 
 
 class Prefill(ApplyStep):
-    """The call for the prompt: logits of the next token, and the cache.
-
-    Args:
-        model: A decoder of transformers.
-        num_layers: Of its cache.
-        options: Of the step.
-    """
+    """The call for the prompt: logits of the next token, and the cache."""
 
     caller = "generate"
 
@@ -92,14 +83,7 @@ class Prefill(ApplyStep):
         return jax.jit(prefill, compiler_options=program.compiler_options(self.mesh))
 
     def run(self, state: TrainState, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> PyTree:
-        """Logits (B, V), keys and values, after a prompt.
-
-        Args:
-            state: Of the model.
-            ids: (B, T) tokens.
-            mask: (B, L), 1 where a token counts, and for all that are to come.
-            positions: (B, T) of the tokens.
-        """
+        """Logits (B, V), keys and values, after a prompt."""
         program, arrays = self._prepare((ids, mask, positions), state)
         return program(as_arrays(state), arrays)
 
@@ -138,16 +122,7 @@ class Decode(ApplyStep):
         return jax.jit(decode, out_shardings=self.replicated, compiler_options=options)
 
     def run(self, state: TrainState, first: PyTree, mask: Any, positions: Any, *, filled: int, loop: Loop) -> PyTree:
-        """New tokens (B, N), and how many of the N were made.
-
-        Args:
-            state: Of the model.
-            first: What the prompt has given.
-            mask: (B, L), 1 where a slot counts.
-            positions: (B, 1) of the first new token.
-            filled: Slots of the prompt.
-            loop: The rest.
-        """
+        """New tokens (B, N), and how many of the N were made."""
         small = [np.zeros(positions.shape, np.int32), mask, positions, np.asarray(filled, np.int32)]
         arrays = [*(put(array, self.replicated) for array in small), *first["keys"], *first["values"]]
         _, signature = flatten_batch((*arrays[:4], first["keys"], first["values"]))

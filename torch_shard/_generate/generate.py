@@ -1,8 +1,5 @@
 """`generate`: checks, padding on the left up to a bucket, and the two programs one after the other."""
 
-# JAX and PyTorch annotate some of their functions in part.
-# pyright: reportUnknownMemberType=false
-
 import dataclasses
 import functools
 import weakref

@@ -64,11 +64,7 @@ WITHOUT_EFFECT = frozenset(
 
 
 def check_settings(config: object) -> None:
-    """Refuse a config that asks for other tokens than ours.
-
-    Raises:
-        NotImplementedError: It does; all such fields are named.
-    """
+    """Refuse a config that asks for other tokens than ours."""
     found: Mapping[str, Any] = {} if config is None else vars(config)
     known = FOLLOWED | WITHOUT_EFFECT
     asked = {n: v for n, v in found.items() if n not in known and v is not None and not n.startswith("_")}

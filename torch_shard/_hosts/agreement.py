@@ -24,9 +24,6 @@ def compare(subject: str, facts: Mapping[str, object], *, advice: Callable[[str]
         facts: By name; those that only some processes have, as parts of an array, are compared among these. What is
             shown in errors is `str`, and bytes are digests, which are not shown.
         advice: What to do, by the name of the first fact that differs.
-
-    Raises:
-        ProcessMismatchError: It names each fact that differs, and between which processes.
     """
     if jax.process_count() == 1:
         return

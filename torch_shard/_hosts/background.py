@@ -15,9 +15,6 @@ R = TypeVar("R")
 class Background:
     """Runs coroutines beside the program.
 
-    Args:
-        name: Of the thread.
-
     Attributes:
         loop: The event loop.
     """

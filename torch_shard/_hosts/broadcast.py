@@ -1,8 +1,5 @@
 """One process's values for all: modules that were made differently become alike."""
 
-# JAX annotates some of its functions in part.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-
 import itertools
 
 import jax

@@ -116,15 +116,7 @@ class Channel:
             self.loop.resume_until(*given[1:])
 
     def exchange(self, data: bytes, subject: str) -> list[bytes]:
-        """Bring together what each process gives, in order.
-
-        Args:
-            data: What this one gives.
-            subject: What it is about; all must be about the same.
-
-        Raises:
-            PeerError: In every process that waits: another has failed, is elsewhere, or does not come.
-        """
+        """Bring together what each process gives, in order."""
         with self._one_at_a_time:
             return self._exchange(data, subject)
 
@@ -146,11 +138,7 @@ class Channel:
             return found
 
     def check(self) -> None:
-        """Raise if another process has failed.
-
-        Raises:
-            PeerError: It has.
-        """
+        """Raise if another process has failed."""
         if self.failure is not None:
             self.told = True
             raise PeerError(f"{caller()}: process {self.failure[0]} failed: {self.failure[1]}")

@@ -37,11 +37,7 @@ def pack(value: object) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Decode what `pack` gives.
-
-    Raises:
-        ValueError: These bytes are something else.
-    """
+    """Decode what `pack` gives."""
     try:
         size = int.from_bytes(data[:4], "big")
         if len(data) < 4 + size:

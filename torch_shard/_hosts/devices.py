@@ -14,17 +14,6 @@ def share_devices(env: Mapping[str, str], local: tuple[int, int] | None, num_dev
     JAX's own detection gives each process one device, the one with its number among the tasks of the node; that wastes
     devices where tasks have several, and names one that is not there where the launcher has bound each task to its own
     (https://github.com/jax-ml/jax/issues/16788).
-
-    Args:
-        env: The environment.
-        local: Which this process is on its host, and how many are there; None if unknown.
-        num_devices: GPUs of the host, which counts where the environment does not restrict them.
-
-    Returns:
-        Numbers among the devices that the process sees; None for all of them.
-
-    Raises:
-        ValueError: The processes cannot have equally many.
     """
     index, count = local or (0, 1)
     seen = _count_visible(env, num_devices)

@@ -71,12 +71,6 @@ class Hub:
 
     All of it runs in one event loop, in which nothing waits for a process: each connection is served beside the
     others, and what is sent is queued, with a deadline for each process.
-
-    Args:
-        num: Number of processes.
-        secret: Known to these alone.
-        times: How long each thing may take.
-        sockets: On which it listens until all processes have come.
     """
 
     def __init__(self, num: int, secret: bytes, times: Times, sockets: Sequence[socket.socket]) -> None:

@@ -1,8 +1,5 @@
 """`ts.initialize()`: one call that starts JAX's processes as one job, whatever has launched them."""
 
-# JAX annotates some of its functions in part.
-# pyright: reportUnknownMemberType=false
-
 import dataclasses
 import importlib.util
 import logging
@@ -203,11 +200,7 @@ def coordinator() -> str | None:
 
 
 def check_started() -> None:
-    """Refuse several processes of a launcher that JAX knows nothing of: each would train by itself.
-
-    Raises:
-        ValueError: Variables of a launcher say several processes, and JAX has one.
-    """
+    """Refuse several processes of a launcher that JAX knows nothing of: each would train by itself."""
     if _launch is not None or jax.process_count() > 1:
         return
     asked = of_variables(os.environ)

@@ -69,11 +69,7 @@ class LaunchRequest:
 
 
 def of_variables(env: Environment) -> LaunchRequest:
-    """Read JAX's own variables, and those of MaxText, which has others for the same.
-
-    Raises:
-        ValueError: One has no such value.
-    """
+    """Read JAX's own variables, and those of MaxText, which has others for the same."""
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     coordinator = env.get(names[0])
     if coordinator is None and "JAX_COORDINATOR_IP" in env and "JAX_COORDINATOR_PORT" in env:
@@ -86,18 +82,7 @@ def of_variables(env: Environment) -> LaunchRequest:
 
 
 def find(env: Environment, asked: LaunchRequest) -> Found | None:
-    """Find how this process was started: by what was asked for, else by the innermost launcher.
-
-    Args:
-        env: The environment.
-        asked: The arguments, with JAX's variables where these leave something open.
-
-    Returns:
-        With all numbers, unless JAX finds them by itself; None where there is one process.
-
-    Raises:
-        ValueError: Something contradicts, or is missing.
-    """
+    """Find how this process was started: by what was asked for, else by the innermost launcher."""
     found, faults = read_launchers(env)
     if asked.is_whole:
         found.insert(0, _as_found(asked, found))

@@ -66,11 +66,7 @@ def read_launchers(env: Environment) -> tuple[list[Found], list[ValueError]]:
 
 
 def refuse_separate(found: list[Found]) -> None:
-    """Refuse jobs that an outer launcher has started several times, each for itself.
-
-    Raises:
-        ValueError: The innermost launcher has all its processes on this host, and another has started several.
-    """
+    """Refuse jobs that an outer launcher has started several times, each for itself."""
     for inner, outer in ((found[0], outer) for outer in found[1:]):
         same = (inner.num_processes, inner.process_id) == (outer.num_processes, outer.process_id)
         same = same and outer.local in (None, inner.local)
@@ -97,11 +93,7 @@ def meeting_point(env: Environment, host: str | None, *job: object) -> str | Non
 
 
 def number(env: Environment, name: str) -> int:
-    """Read a variable that is a number.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Read a variable that is a number."""
     if not env[name].strip().isdecimal():
         raise ValueError(f"{caller()}: {name} must be a whole number, found {name}={env[name]!r}. Set it, or {HOW}.")
     return int(env[name])

@@ -1,8 +1,5 @@
 """What the processes of a job bring together, and decide as one."""
 
-# JAX annotates some of its functions in part.
-# pyright: reportUnknownMemberType=false
-
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -75,22 +72,14 @@ def is_shared(mesh: Mesh) -> bool:
 
 
 def begin_run() -> None:
-    """Note that a program over all processes is begun, which all must begin.
-
-    Raises:
-        PeerError: A process has failed, so it would never end.
-    """
+    """Note that a program over all processes is begun, which all must begin."""
     if (line := channel()) is not None:
         line.check()
         line.runs += 1
 
 
 def check_peers() -> None:
-    """Raise if another process has failed.
-
-    Raises:
-        PeerError: It has.
-    """
+    """Raise if another process has failed."""
     if (line := opened()) is not None:
         line.check()
 

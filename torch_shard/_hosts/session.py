@@ -1,8 +1,5 @@
 """The channel of this job: opened at the first need, by one broadcast of where process 0 listens and of a secret."""
 
-# JAX annotates some of its functions in part.
-# pyright: reportUnknownMemberType=false
-
 import atexit
 import functools
 import hmac

@@ -20,9 +20,6 @@ class Gate:
     has come, and go on to where the farthest is; so none waits in a step that another does not take. Where nobody asks
     that costs nothing but a lock.
 
-    Args:
-        line: The channel.
-
     Attributes:
         number: Of the loop, as all processes count them.
         wanted: Set by a signal's handler to ask for a stop.
@@ -45,11 +42,7 @@ class Gate:
         return None if line is None else cls(line)
 
     def may_run(self, position: int) -> bool:
-        """Tell whether the step from this position is to be taken; then it must be.
-
-        Raises:
-            PeerError: Another process has failed.
-        """
+        """Tell whether the step from this position is to be taken; then it must be."""
         with self._changed:
             self._wait()
             self._line.check()
@@ -60,15 +53,7 @@ class Gate:
             return True
 
     def stop(self, position: int, reason: str) -> int | None:
-        """Ask for a stop from a step that could not be taken, and wait for where it is.
-
-        Args:
-            position: Number of steps that were taken.
-            reason: For the others.
-
-        Returns:
-            The position before which the others stop; None if there is none, because one has failed or is elsewhere.
-        """
+        """Ask for a stop from a step that could not be taken, and wait for where it is."""
         self._line.patience = self._line.times.notice
         with self._changed:
             self._position = position

@@ -67,14 +67,7 @@ class WireError(Exception):
 
 
 class Wire:
-    """Messages to and fro; any thread may send, which never waits.
-
-    Args:
-        reader: Of the connection.
-        writer: Of the connection.
-        keys: Under which this end seals what it sends, and the other what this one receives.
-        timeout_s: The connection is closed if the other end takes nothing for so long.
-    """
+    """Messages to and fro; any thread may send, which never waits."""
 
     def __init__(
         self,
@@ -128,11 +121,7 @@ class Wire:
             await asyncio.sleep(0.01)
 
     async def receive(self, schema: Schema) -> list[Any]:
-        """Wait for a message.
-
-        Raises:
-            WireError: There will be none, and the connection is closed.
-        """
+        """Wait for a message."""
         try:
             head = await self._reader.readexactly(4 + _PROOF)
             if (size := int.from_bytes(head[:4], "big")) > LIMIT:
@@ -183,11 +172,7 @@ def _checked(message: Any, schema: Schema) -> list[Any]:
 
 
 async def call(address: tuple[str, int], secret: bytes, rank: int, times: Times) -> Wire:
-    """Connect to process 0.
-
-    Raises:
-        OSError: Nobody is there, or somebody else.
-    """
+    """Connect to process 0."""
     async with _within(times.greet, "it does not answer in time"):
         reader, writer = await asyncio.open_connection(*address)
         try:
@@ -210,11 +195,7 @@ async def call(address: tuple[str, int], secret: bytes, rank: int, times: Times)
 async def answer(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, times: Times
 ) -> tuple[Wire, int]:
-    """Take a call: the wire, and which process it is. Who calls must prove itself first.
-
-    Raises:
-        OSError: It is no process of this job.
-    """
+    """Take a call: the wire, and which process it is. Who calls must prove itself first."""
     greeting = _GREETING + secrets.token_bytes(_NONCE)
     try:
         async with _within(times.greet, "connection rejected: no token in time"):

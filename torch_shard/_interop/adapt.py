@@ -41,12 +41,7 @@ def adapt(fn: Callable[A, object], pure: Callable[..., R]) -> Callable[A, R]:
 
 
 class PerClosure:
-    """A compiled form of `pure` per set of closed-over tensors, training flags and settings of torch.
-
-    Args:
-        pure: What to compile.
-        transform: How.
-    """
+    """A compiled form of `pure` per set of closed-over tensors, training flags and settings of torch."""
 
     def __init__(self, pure: Pure, transform: Transform) -> None:
         self.pure, self.transform = pure, transform

@@ -91,11 +91,7 @@ class Reader:
         return self._tensors, [self._values[id(t)] for t in self._tensors]
 
     def values(self, tensors: Sequence[torch.Tensor]) -> list[jax.Array]:
-        """The inputs that stand for these tensors.
-
-        Raises:
-            MoreInputs: Some are not inputs yet.
-        """
+        """The inputs that stand for these tensors."""
         missing = [t for t in tensors if id(t) not in self._values and not is_literal(t)]
         if missing and not self.is_partial:
             raise MoreInputs(missing)

@@ -83,13 +83,7 @@ def described(fn: Callable[..., object]) -> str:
 
 
 class Calls:
-    """The calls of a kernel in captures as functions of their tensors alone: one function for all that are alike.
-
-    Args:
-        run: The kernel as a function of a list of arguments.
-        own: What it is, for errors and reports.
-        precision: Of the products in it and in its derivatives.
-    """
+    """The calls of a kernel in captures as functions of their tensors alone: one function for all that are alike."""
 
     def __init__(self, run: Callable[[Sequence[PyTree]], PyTree], own: Own, precision: str | None) -> None:
         self._run, self._own, self._precision = run, own, precision
@@ -103,14 +97,7 @@ class Calls:
         operator: Callable[..., PyTree] | None = None,
         rounds: bool = False,
     ) -> tuple[KnownFunction, list[torch.Tensor]]:
-        """The function for these arguments, and their tensors.
-
-        Args:
-            values: Arguments: pytrees of tensors and of hashable values.
-            results: Shapes and dtypes of what is returned.
-            operator: What is captured in its place, a function of the arguments.
-            rounds: Whether results are converted to these dtypes.
-        """
+        """The function for these arguments, and their tensors."""
         adopt_torch_nodes(values)
         leaves, tree = flatten(list(values))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

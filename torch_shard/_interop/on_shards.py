@@ -101,11 +101,7 @@ class Split:
         return mapped(*(leaf for leaf, _ in given))
 
     def _specs(self, values: Sequence[PyTree], names: Sequence[str], mesh: Mesh, whose: str) -> list[PyTree]:
-        """A spec for each leaf of the arguments.
-
-        Raises:
-            ValueError: An array has none, or it does not fit; all are listed.
-        """
+        """A spec for each leaf of the arguments."""
         found: list[PyTree] = []
         faults: list[str] = []
         for position, (name, value) in enumerate(zip(names, values, strict=True)):

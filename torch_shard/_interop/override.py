@@ -317,9 +317,6 @@ def bind_as(
 
     PyTorch calls by all parameters, by keyword, what it was called with in another way: where those of the function
     are known, they come by position, and the last of them may be missing where they are defaults.
-
-    Raises:
-        TypeError: They do not fit.
     """
     if own is None:
         return signature.bind(*args, **kwargs)

@@ -46,14 +46,6 @@ def convert_weights(
         to: `safetensors`, `torch` or `checkpoint`; by default what the suffix of `target` says (`.safetensors`, or
             `.pt`, `.pth`, `.bin`), and safetensors for a directory.
         max_shard_bytes: Of one file of safetensors, as for `export_safetensors`.
-
-    Returns:
-        The path of the file, of the index of several, or of the checkpoint.
-
-    Raises:
-        FileNotFoundError: There is no source.
-        FileExistsError: There are checkpoints where one is to be written.
-        ValueError: The source is damaged or holds more than tensors by name, or it is not clear what is meant.
     """
     source, target = check_path("SRC", source), check_path("DST", target)
     to = to or _format_of(target)
@@ -107,15 +99,7 @@ def _is_safetensors(path: Path) -> bool:
 
 
 class CheckpointTensors:
-    """Parameters and buffers of a checkpoint, those that a `state_dict` has, by name; a tie under one name.
-
-    Args:
-        path: A checkpoint, or a directory of them, of which the newest is taken.
-
-    Raises:
-        FileNotFoundError: There is none.
-        ValueError: It is damaged.
-    """
+    """Parameters and buffers of a checkpoint, those that a `state_dict` has, by name; a tie under one name."""
 
     def __init__(self, path: Path) -> None:
         self._path = find_checkpoint(path).absolute()  # as orbax asks
@@ -151,12 +135,7 @@ class CheckpointTensors:
 
 
 def write_checkpoint(directory: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
-    """Write tensors as the checkpoint of a run at its beginning, from which `restore(params_only=True)` takes them.
-
-    Raises:
-        FileExistsError: The directory holds checkpoints.
-        TypeError: A tensor needs 64 bits, which JAX has switched off.
-    """
+    """Write tensors as the checkpoint of a run at its beginning, from which `restore(params_only=True)` takes them."""
     with Checkpointer(directory, asynchronous=False) as checkpointer:
         if checkpointer.steps():
             raise FileExistsError(

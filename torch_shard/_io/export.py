@@ -58,9 +58,6 @@ class Export:
         stored: What will be written.
         max_shard_bytes: Of one file.
         metadata: Strings for the header of each file.
-
-    Raises:
-        ValueError: safetensors have no such dtype; all are listed.
     """
 
     def __init__(

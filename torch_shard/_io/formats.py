@@ -63,9 +63,6 @@ class SafetensorsFile:
 
     The library checks the file; its tensors are then mapped one by one (the library maps the whole file, and the pages
     that were read stay).
-
-    Raises:
-        ValueError: The file is damaged, or holds a dtype that torch lacks.
     """
 
     def __init__(self, path: Path) -> None:
@@ -124,11 +121,7 @@ def _describe_sizes(path: Path) -> str:
 
 
 class TorchFile:
-    """A file of `torch.save`, mapped where its format allows that (since torch 1.6).
-
-    Raises:
-        ValueError: The file is damaged, would run code, or holds something else than tensors by name.
-    """
+    """A file of `torch.save`, mapped where its format allows that (since torch 1.6)."""
 
     def __init__(self, path: Path) -> None:
         self.shown, self._path = str(path), path
@@ -151,11 +144,7 @@ class TorchFile:
 
 
 def read_torch(path: Path) -> Any:
-    """What `torch.save` has written, on the CPU, mapped where its format allows that.
-
-    Raises:
-        ValueError: The file is damaged, or would run code.
-    """
+    """What `torch.save` has written, on the CPU, mapped where its format allows that."""
     try:
         with warnings.catch_warnings(action="ignore"):  # of a pickle protocol that is refused below
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -175,11 +164,7 @@ def read_torch(path: Path) -> Any:
 
 
 class HeldTensors:
-    """A mapping of CPU tensors, read like a file.
-
-    Raises:
-        ValueError: It holds something else than tensors by name.
-    """
+    """A mapping of CPU tensors, read like a file."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], shown: str = "the mapping") -> None:
         self.shown, self._tensors = shown, tensors
@@ -218,16 +203,7 @@ def _describe(value: object) -> str:
 
 
 def read_runs(file: TensorFile, name: str, part: Index) -> Iterator[tuple[slice, torch.Tensor]]:
-    """A part of a tensor, a run of rows at a time, so that little of the file is mapped at once.
-
-    Args:
-        file: Where it lies.
-        name: Of the tensor.
-        part: Which.
-
-    Yields:
-        The rows of the part, and their values, which are not to be kept.
-    """
+    """A part of a tensor, a run of rows at a time, so that little of the file is mapped at once."""
     stored = file.stored[name]
     if not part:
         yield slice(None), file.tensor(name)
@@ -278,12 +254,7 @@ class ManyFiles:
 
 
 def open_safetensors(path: Path) -> TensorFile:
-    """The tensors of a file, directory or index of safetensors.
-
-    Raises:
-        FileNotFoundError: There is no such file, or a directory holds none.
-        ValueError: A file is damaged, or it is not clear which is meant.
-    """
+    """The tensors of a file, directory or index of safetensors."""
     return _open(path, SafetensorsFile, SAFETENSORS_NAMES, SAFETENSORS)
 
 
@@ -304,11 +275,7 @@ def _open(
 
 
 def refuse_foreign(path: Path) -> None:
-    """Refuse checkpoints of other tools, with what converts them.
-
-    Raises:
-        ValueError: It is one of torch's distributed checkpoints, or one of Meta's in several files.
-    """
+    """Refuse checkpoints of other tools, with what converts them."""
     folder = path if path.is_dir() else path.parent
     parts = sorted(folder.glob("consolidated.[0-9][0-9].pth"))
     if path.suffix == ".distcp" or (path.is_dir() and (path / ".metadata").is_file()):

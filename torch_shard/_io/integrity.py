@@ -17,15 +17,7 @@ class Unreadable(ValueError):
 
 @contextlib.contextmanager
 def reading(name: str) -> Generator[None, None, None]:
-    """Let whatever the content of a file leads to say which file it is.
-
-    Args:
-        name: Of the file, in its folder.
-
-    Raises:
-        FileNotFoundError: It is missing.
-        Unreadable: It cannot be read, or holds something else.
-    """
+    """Let whatever the content of a file leads to say which file it is."""
     try:
         yield
     except (FileNotFoundError, Unreadable, MemoryError):

@@ -16,11 +16,7 @@ def holds_checkpoint(path: Path) -> bool:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """A checkpoint, or the newest of a directory of them.
-
-    Raises:
-        FileNotFoundError: There is none.
-    """
+    """A checkpoint, or the newest of a directory of them."""
     if (path / HEAD).exists():
         return path
     if not (steps := find_steps(path)):
@@ -33,14 +29,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def inventory(path: Path) -> Group:
-    """Contents of a checkpoint, for people.
-
-    Args:
-        path: Of the checkpoint.
-
-    Raises:
-        ValueError: It is not a checkpoint, or its list cannot be read.
-    """
+    """Contents of a checkpoint, for people."""
     head = read_head(path)
     rest = _table("State of the run", ("where", "entries", "shape", "dtype", "bytes"))
     for where in dict.fromkeys(stored.where for stored in head.stored if stored.where != TENSORS):

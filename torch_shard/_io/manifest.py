@@ -166,11 +166,7 @@ class Entries:
 
 
 def check_alike(path: Path, found: Entries, wanted: Entries, *, params_only: bool) -> None:
-    """Refuse a saved state that is not like the one to fill.
-
-    Raises:
-        ValueError: All differences are listed.
-    """
+    """Refuse a saved state that is not like the one to fill."""
     if lines := _unlike(found, wanted):
         raise ValueError(
             f"Checkpointer: {path} does not fit the model and the optimizer of this step.\n\n"
@@ -294,11 +290,7 @@ class Head:
 
     @classmethod
     def from_json(cls, found: Any) -> "Head":
-        """The inverse of `dataclasses.asdict`, by way of JSON.
-
-        Raises:
-            Exception: It is something else, of whatever kind that leads to.
-        """
+        """The inverse of `dataclasses.asdict`, by way of JSON."""
         if found["format"] != FORMAT:
             raise ValueError(f"format {found['format']!r}, must be {FORMAT}")
         stored = [SavedArray.from_json(one) for one in list[Any](found["stored"])]
@@ -345,11 +337,7 @@ def random_settings() -> dict[str, str | bool]:
 
 
 def check_random(path: Path, saved: Mapping[str, str | bool]) -> None:
-    """Refuse a state whose run would draw other random numbers here.
-
-    Raises:
-        ValueError: Settings differ; all are listed.
-    """
+    """Refuse a state whose run would draw other random numbers here."""
     now = random_settings()
     if differing := [name for name, value in saved.items() if now.get(name) != value]:
         lines = [f"  {name}: {saved[name]!r} in the checkpoint, {now.get(name)!r} here" for name in differing]
@@ -386,11 +374,7 @@ def write_head(directory: Path, head: Head) -> None:
 
 
 def read_head(directory: Path) -> Head:
-    """Read what a checkpoint says of itself.
-
-    Raises:
-        Unreadable: It was written by another version of torch_shard, or is not a checkpoint.
-    """
+    """Read what a checkpoint says of itself."""
     try:
         with reading(HEAD):
             return Head.from_json(read_json(directory / HEAD))

@@ -48,12 +48,7 @@ def to_save(arrays: Mapping[SavedArray, jax.Array]) -> "ocp.args.Composite":
 def read_arrays(
     orbax: "ocp.AsyncCheckpointer", path: Path, structs: Mapping[SavedArray, jax.ShapeDtypeStruct]
 ) -> dict[SavedArray, jax.Array]:
-    """Arrays of a checkpoint, each onto its shards.
-
-    Raises:
-        Unreadable: Orbax cannot read them.
-        FileNotFoundError: Files are missing.
-    """
+    """Arrays of a checkpoint, each onto its shards."""
     given = {stored: struct for stored, struct in structs.items() if stored.num_bytes}
     with reading(str(path)):
         restored = orbax.restore(path, args=_by_item(given, _to_restore))

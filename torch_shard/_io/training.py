@@ -36,12 +36,7 @@ class TrainingFile:
 
 
 def open_training(path: Path) -> TrainingFile:
-    """Open a file of `torch.save` that holds weights and optimizer, or a directory as Trainer writes it.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It holds no weights under a usual name.
-    """
+    """Open a file of `torch.save` that holds weights and optimizer, or a directory as Trainer writes it."""
     refuse_foreign(path)
     if path.is_dir():
         has_safetensors = (path / "model.safetensors").exists() or (path / "model.safetensors.index.json").exists()
@@ -78,17 +73,7 @@ def _part(held: Mapping[str, Any], names: tuple[str, ...], path: Path) -> Mappin
 
 
 class Restoring:
-    """An optimizer of torch, and its scheduler, that take up the states of a file.
-
-    Args:
-        optimizer: Of the model's parameters.
-        scheduler: Of that optimizer, if there is one.
-        file: Where the states are.
-        names: Of the model's parameters.
-
-    Raises:
-        ValueError: The file lacks one of them, or it does not fit: nothing is changed then.
-    """
+    """An optimizer of torch, and its scheduler, that take up the states of a file."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, scheduler: Any, file: TrainingFile, names: Mapping[torch.Tensor, str]
@@ -106,11 +91,7 @@ class Restoring:
         self._stand_ins: dict[nn.Parameter, nn.Parameter] = {}
 
     def load(self) -> Callable[[], None]:
-        """Let both load their states, on the CPU, whatever device the parameters are on.
-
-        Returns:
-            What puts all back as it was.
-        """
+        """Let both load their states, on the CPU, whatever device the parameters are on."""
         optimizer, scheduler = self._optimizer, self._scheduler
         before = dict(vars(optimizer)), None if scheduler is None else dict(vars(scheduler))
         groups = [dict(group) for group in optimizer.param_groups]
@@ -140,11 +121,7 @@ class Restoring:
         return undo
 
     def _by_number(self, found: dict[str, Any]) -> dict[str, Any]:
-        """A state that speaks of parameters by name, as `get_state_dict` of torch's checkpoints does, by number.
-
-        Raises:
-            ValueError: It has other names than the model, or others in a group.
-        """
+        """A state that speaks of parameters by name, as `get_state_dict` of torch's checkpoints does, by number."""
         groups = found.get("param_groups", [])
         order = [name for own in self._names for name in own]
         theirs = [group["params"] for group in groups]
@@ -176,11 +153,7 @@ class Restoring:
                     )
 
     def adopt(self, now: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Let the optimizer have the parameters that the model has now.
-
-        Args:
-            now: By what they were before.
-        """
+        """Let the optimizer have the parameters that the model has now."""
         final = {stand_in: now.get(param, param) for param, stand_in in self._stand_ins.items()}
         groups, state = self._optimizer.param_groups, self._optimizer.state
         for group in groups:

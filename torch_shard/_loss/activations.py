@@ -1,8 +1,5 @@
 """What modules take and return, split as a plan asks, while the loss is captured: no module is changed."""
 
-# PyTorch annotates some of its functions in part.
-# pyright: reportUnknownMemberType=false
-
 import contextlib
 import copy
 import dataclasses
@@ -25,13 +22,7 @@ Forward = Callable[..., PyTree]
 
 
 class Activations:
-    """The constraints of a plan on what modules of a model take and return.
-
-    Args:
-        model: Of whose modules they speak.
-        constraints: At most one for each place.
-        mesh: Of the step.
-    """
+    """The constraints of a plan on what modules of a model take and return."""
 
     def __init__(self, model: nn.Module, constraints: Sequence[Constraint], mesh: Mesh) -> None:
         self._constraints, self._mesh = constraints, mesh
@@ -52,14 +43,7 @@ class Activations:
             yield
 
     def check(self, *, all_met: bool) -> None:
-        """Refuse, all together, what does not fit the tensors that have come by.
-
-        Args:
-            all_met: Whether every rule must have met a tensor.
-
-        Raises:
-            ValueError: A spec does not fit, what is at a place is not a tensor, or a rule has met none.
-        """
+        """Refuse, all together, what does not fit the tensors that have come by."""
         lines = list(self._faults)
         unmet = dict.fromkeys(c.rule for c in self._constraints if c.rule not in self._met) if all_met else {}
         if not lines:
@@ -132,15 +116,7 @@ class Activations:
 
 
 def check_activations(plan: ResolvedPlan, rows: Collection[str]) -> None:
-    """Refuse constraints with which XLA's partitioner errs.
-
-    Args:
-        plan: Of a step.
-        rows: The axes of its batch.
-
-    Raises:
-        NotImplementedError: Axes of a mesh of three or more are in several dims.
-    """
+    """Refuse constraints with which XLA's partitioner errs."""
     if lines := find_moving_axes(plan.activations, plan.mesh, rows):
         shown = "\n".join(f"  {line}" for line in lines)
         raise NotImplementedError(

@@ -1,8 +1,5 @@
 """Batches: their array leaves, and what a program depends on in them."""
 
-# JAX annotates its functions in part, and says nothing of what `jax.tree.map` gives to a function.
-# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, cast

@@ -72,15 +72,7 @@ class TakenApart:
 
 
 def take_apart(value: object, path: str) -> tuple[TakenApart, list[tuple[str, Array]]]:
-    """The parts of an object, and its arrays with their paths.
-
-    Args:
-        value: An instance of any class: of a dataclass, a dict or a list, or with attributes of its own.
-        path: Of the object.
-
-    Raises:
-        TypeError: It is nothing of that, or cannot be copied.
-    """
+    """The parts of an object, and its arrays with their paths."""
     walk = _Walk(path)
     walk.visit(value, "")
     if id(value) in walk.unknown:

@@ -1,8 +1,5 @@
 """The capture of a loss: once per model, loss and signature, and for as long as a step uses it."""
 
-# JAX and PyTorch annotate some of their functions in part.
-# pyright: reportUnknownMemberType=false
-
 import contextlib
 import dataclasses
 import functools
@@ -85,11 +82,7 @@ class _LossCapture:
             )
 
     def look_again(self, program: LossProgram, host: HostInputs) -> None:
-        """Capture it once more, as the program is about to run again.
-
-        Raises:
-            NotImplementedError: It is another program now: it depends on what changes from call to call.
-        """
+        """Capture it once more, as the program is about to run again."""
         again = self.run(host)
         if program.is_same(again):
             return
@@ -113,21 +106,7 @@ def loss_program(
     trained: Collection[str] | None = None,
     sequence_dims: tuple[int | None, ...] = (),
 ) -> LossProgram:
-    """The program of `loss_fn(model, batch)` for batches like this, captured once per model, loss and signature.
-
-    Args:
-        model: Any module.
-        loss_fn: Returns a scalar, or a pair of it and metrics.
-        signature: Structure and types of the batch.
-        precision: What it computes in.
-        train: True for the loss with its gradients, False for the loss in eval mode.
-        layers: What to do with repeated layers.
-        values: What the host has of the batch and of buffers, where Python asks for values.
-        plan: How what modules take and return is split.
-        microbatch: For whose values it is.
-        trained: The parameters with gradients, if not all that require them.
-        sequence_dims: Of the leaves of the batch, the dim that the plan splits as their sequence.
-    """
+    """The program of `loss_fn(model, batch)` for batches like this, captured once per model, loss and signature."""
     held = holdings(model).training(trained)
     entries = tuple((name, tuple(t.shape), t.dtype, name in held.trainable) for name, t in held.all.items())
     flags = tuple(m.training for m in model.modules()) if train else None

@@ -54,13 +54,7 @@ class Answer:
 
 
 class Answers:
-    """The answers that a program serves; its further inputs follow the order of what it closes over.
-
-    Args:
-        captured: The capture of the program.
-        kinds: Where the graph has numbers that are inputs.
-        literals: Which tensors of Python's numbers that it closes over are.
-    """
+    """The answers that a program serves; its further inputs follow the order of what it closes over."""
 
     def __init__(
         self,
@@ -126,12 +120,7 @@ class Answers:
         return first.run(inputs)
 
     def wider(self, outline: GraphOutline, differences: tuple[set[Place], set[int]]) -> "Answers":
-        """The same answers, with these numbers and literals as inputs too; itself if they are.
-
-        Args:
-            outline: Of the capture of the program.
-            differences: In which another capture differs from it.
-        """
+        """The same answers, with these numbers and literals as inputs too; itself if they are."""
         before = {place for places in self.kinds.values() for place in places}
         places, literals = before | differences[0], self._literals | differences[1]
         if (places, literals) == (before, self._literals):
@@ -144,13 +133,7 @@ class Answers:
 
 
 def outline_of_loss(graph: Captured[LossShape], calls: Mapping[int, Call], others: ModuleFlags) -> GraphOutline:
-    """The outline of a captured loss: two that differ in numbers alone are one program.
-
-    Args:
-        graph: The capture.
-        calls: Of its repeated layers.
-        others: Training flags of modules beside the model.
-    """
+    """The outline of a captured loss: two that differ in numbers alone are one program."""
     order = {number: position for position, number in enumerate(calls)}
     given = {id(tensor): number for number, tensor in enumerate(graph.host.given)} if graph.host else {}
     outline, shape = outline_of(graph, given, order), graph.aux

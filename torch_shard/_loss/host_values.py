@@ -1,8 +1,5 @@
 """What the host has of a step before it runs, for Python that asks for values: the batch, and buffers of the state."""
 
-# NumPy annotates its functions in part.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -30,16 +27,7 @@ def _whole(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 class HostValues:
-    """The batch and the buffers of one call of a step.
-
-    Args:
-        leaves: Array leaves of the batch, as the user gave them, or shapes of them.
-        signature: Of the batch.
-        buffer: Gives a buffer by name.
-        num: Number of microbatches.
-        split: Gives the leaves of each.
-        local: The leaves have the rows of this process's devices alone.
-    """
+    """The batch and the buffers of one call of a step."""
 
     def __init__(
         self,
@@ -79,11 +67,7 @@ class HostValues:
 
 
 class HostBuffers:
-    """Buffers of states on the host, each read once as long as it stays what it is: reading waits for the last step.
-
-    Args:
-        own: The buffers of the model, by name, for what is not a state.
-    """
+    """Buffers of states on the host, each read once as long as it stays what it is: reading waits for the last step."""
 
     def __init__(self, own: Mapping[str, torch.Tensor]) -> None:
         self._own = own

@@ -1,8 +1,5 @@
 """Loss, gradients, new buffers and metrics of a module as one flat torch function, which is what is captured."""
 
-# JAX and PyTorch annotate some of their functions in part.
-# pyright: reportUnknownMemberType=false
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -85,11 +82,7 @@ class JointLoss:
         self._hooks = {name: _hooks(name, parameter) for name, parameter in self._held.trainable.items()}
 
     def __call__(self, regions: LayerInterceptor | None = None) -> tuple[TensorFn[LossShape], list[Spec]]:
-        """`(*tensors, *batch) -> loss, gradients, buffers and metrics`, and what it takes.
-
-        Args:
-            regions: What repeated layers are to be.
-        """
+        """`(*tensors, *batch) -> loss, gradients, buffers and metrics`, and what it takes."""
         hooked = [name for name, hooks in self._hooks.items() if hooks]
         groups = regions.groups if regions else ()
         named = graph_inputs(self._model, self._held.all, groups, trainable=self._held.trainable, apart=hooked)

@@ -1,8 +1,5 @@
 """Metric objects of a loss: what they are to be given comes out of the program with the metrics."""
 
-# JAX and PyTorch annotate some of their functions in part.
-# pyright: reportUnknownMemberType=false
-
 from collections.abc import Sequence
 
 import jax

@@ -1,8 +1,5 @@
 """Gradient accumulation: a batch taken in several microbatches, one after the other, within one program."""
 
-# JAX annotates its functions in part, and says nothing of what `jax.tree.map` gives to a function.
-# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -40,15 +37,7 @@ class Microbatches:
         self._last: PipelinedLoss | None = None
 
     def check(self, leaves: Sequence[torch.Tensor | ArrayLike], paths: Sequence[str]) -> None:
-        """Refuse a batch that cannot be split into microbatches.
-
-        Args:
-            leaves: Tensors, arrays and numbers that lie on the mesh without a remainder.
-            paths: Where each stands in the batch.
-
-        Raises:
-            ValueError: All leaves at fault are listed, with the numbers.
-        """
+        """Refuse a batch that cannot be split into microbatches."""
         if self.num == 1:
             return
         shapes = {path: shape for path, leaf in zip(paths, leaves, strict=True) if (shape := tuple(np.shape(leaf)))}

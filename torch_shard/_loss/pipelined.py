@@ -28,18 +28,7 @@ from torch_shard._sharding import ResolvedPlan, Stacks, Stages, constrain_in_ste
 
 
 class PipelinedLoss:
-    """The program of a loss for the stages of a plan.
-
-    Args:
-        program: The loss, captured for one microbatch.
-        plan: With the stages.
-        num: Number of microbatches.
-        rows: The axes of the batch.
-
-    Raises:
-        ValueError: The loss is no pipeline, or there are too few microbatches.
-        NotImplementedError: Its forward pass writes buffers.
-    """
+    """The program of a loss for the stages of a plan."""
 
     def __init__(self, program: LossProgram, plan: ResolvedPlan, num: int, rows: Sequence[str]) -> None:
         assert plan.stages is not None

@@ -1,8 +1,5 @@
 """A module with a torch loss as one captured program: loss, metrics, gradients and new buffers of named tensors."""
 
-# JAX and PyTorch annotate some of their functions in part.
-# pyright: reportUnknownMemberType=false
-
 import contextlib
 import copy
 import dataclasses

@@ -1,8 +1,5 @@
 """What a loss function may return: a loss, a loss with metrics, or a mapping or record that has both."""
 
-# JAX and PyTorch annotate some of their functions in part.
-# pyright: reportUnknownMemberType=false
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, cast
@@ -71,11 +68,7 @@ def _described(out: Any, entries: dict[str, PyTree] | None) -> str:
 
 
 def as_metric(value: PyTree) -> torch.Tensor:
-    """A leaf of the metrics as a tensor.
-
-    Raises:
-        TypeError: It is neither a tensor nor a number.
-    """
+    """A leaf of the metrics as a tensor."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     is_wide = isinstance(value, np.ndarray | np.generic) and cast(np.generic, value).dtype == np.float64
@@ -90,11 +83,7 @@ def as_metric(value: PyTree) -> torch.Tensor:
 
 
 def check_loss_fn(loss_fn: object) -> None:
-    """Refuse what cannot be called with a model and a batch.
-
-    Raises:
-        TypeError: It is not callable, takes other arguments, or compares predictions with targets.
-    """
+    """Refuse what cannot be called with a model and a batch."""
     check_call("loss_fn", loss_fn, "model", "batch")
     if getattr(loss_fn, "__module__", None) in ("torch.nn.modules.loss", "torch.nn.functional"):
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)

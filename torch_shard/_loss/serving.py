@@ -19,16 +19,7 @@ MANY = 16
 def program_for(
     programs: Iterable[LossProgram], values: HostValues, capture: Callable[[int], LossProgram]
 ) -> LossProgram:
-    """The program for these values: one of those there are, one that is more general than one of them, or a new one.
-
-    Args:
-        programs: Those there are; they may serve further answers from now on.
-        values: What the host has.
-        capture: Captures the loss for the values of a microbatch.
-
-    Raises:
-        NotImplementedError: Microbatches need different programs.
-    """
+    """The program for these values: one of those there are, one that is more general than one of them, or a new one."""
     capture = functools.cache(capture)
     for program in programs:
         found = _serving(program, values, capture)

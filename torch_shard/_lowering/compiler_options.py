@@ -65,11 +65,7 @@ def _compiles(options: Options, mesh: Mesh) -> bool:
 
 @functools.cache
 def safe_pads() -> Options:
-    """The first way of these to compile for the CPU which this compiler has, and which pads right on this machine.
-
-    Raises:
-        NotImplementedError: There is none.
-    """
+    """The first way of these to compile for the CPU which this compiler has, and which pads right on this machine."""
     found = next(_right_ways(), None)
     if found is None:
         raise NotImplementedError(

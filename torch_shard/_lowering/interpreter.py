@@ -170,12 +170,7 @@ def _narrow(dtype: torch.dtype) -> torch.dtype:
 
 
 def exact_integers(target: object, fake: PyTree) -> Callable[[PyTree], PyTree]:
-    """What makes float64 of an integer operand where PyTorch computes in that; torchax would make float32 of it.
-
-    Args:
-        target: The operator.
-        fake: What PyTorch says that it gives.
-    """
+    """What makes float64 of an integer operand where PyTorch computes in that; torchax would make float32 of it."""
     dtype = jax_dtype(fake.dtype) if isinstance(fake, torch.Tensor) else None
     if dtype not in ("float64", "complex128") or not _computes_in_its_result(target):
         return lambda value: value
@@ -195,14 +190,7 @@ def _computes_in_its_result(target: object) -> bool:
 
 
 def conform(target: object, fake: PyTree, value: PyTree, *, node: Node | None = None) -> PyTree:
-    """Give each result the dtype that PyTorch gives it; a shape that is not PyTorch's is our bug.
-
-    Args:
-        target: The operator.
-        fake: What PyTorch says that it gives; None where it does not say.
-        value: What its lowering gave.
-        node: Its node, in a graph.
-    """
+    """Give each result the dtype that PyTorch gives it; a shape that is not PyTorch's is our bug."""
     if isinstance(fake, torch.Tensor):
         return _conform_one(target, fake, value, node)
     if isinstance(fake, Sequence):

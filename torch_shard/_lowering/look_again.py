@@ -36,14 +36,7 @@ class Looks:
 
 
 def refuse_change(fn: TensorFn[Any], specs: Sequence[Spec], what: str, changed: str | None = None) -> NoReturn:
-    """Refuse a callable of which two captures have differed.
-
-    Args:
-        fn: The callable.
-        specs: Its inputs.
-        what: Its name, for the error.
-        changed: The name of a value that was another one each time.
-    """
+    """Refuse a callable of which two captures have differed."""
     named = "" if changed is None else f"{changed} has changed. "
     raise NotImplementedError(
         f"{_what_changes(fn, specs)}{what} is another function when it is called again. {named}{_REMEDY}"

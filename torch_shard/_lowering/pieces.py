@@ -7,9 +7,6 @@ A backward pass puts the gradients of the pieces together. That these are to sta
 `mark_pieces` follows the gradient of an entry in pieces back to where it is put together.
 """
 
-# Arguments of nodes are anything to torch.fx, and JAX annotates its functions in part.
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
-
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -311,13 +308,7 @@ RULES: dict[str, Callable[[Node, Lowering, Sequence[Value], Mapping[str, Value]]
 
 
 def mark_pieces(graph: Graph, inputs: Mapping[Node, Cut], grads: Iterable[tuple[Node, Cut | None]]) -> None:
-    """Note on the nodes that put gradients of pieces together that these are to stay apart.
-
-    Args:
-        graph: Its nodes' metadata are written.
-        inputs: The placeholders that are given in pieces.
-        grads: The gradients of entries, and how these are kept; None for those that are not in pieces.
-    """
+    """Note on the nodes that put gradients of pieces together that these are to stay apart."""
     known = dict(inputs)
     for node in graph.nodes:
         sources = node.all_input_nodes

@@ -101,11 +101,7 @@ class Program(Generic[Aux]):
         return self
 
     def look_again(self) -> None:
-        """Capture the callable once more where that is due, before it is used again.
-
-        Raises:
-            NotImplementedError: It is another function by now.
-        """
+        """Capture the callable once more where that is due, before it is used again."""
         if self._again is None or not self._looks.is_due():
             return
         fn, specs, what = self._again

@@ -28,14 +28,7 @@ _LAYER = "layer"
 def warn_of_rounding(
     graph: Captured[Any], inner: Callable[[], Iterable[GraphModule]], what: str, explained: Callable[[], Captured[Any]]
 ) -> None:
-    """Warn of closed-over tensors that lose digits; those that are converted to 32 bits before any arithmetic do not.
-
-    Args:
-        graph: The capture.
-        inner: Gives the graphs of the layers that its nodes stand for, as they were last captured.
-        what: Name of the callable.
-        explained: Gives the same capture with source lines.
-    """
+    """Warn of closed-over tensors that lose digits; what is converted to 32 bits before any arithmetic does not."""
     if has_x64() or not _arithmetic(graph, inner()):
         return
     nodes = _arithmetic(explained(), inner())

@@ -224,10 +224,6 @@ def whole_if_uneven(values: Sequence[PyTree], dims: Sequence[int | None] = ()) -
     """What a scatter writes, and where; all of it on each device, if the devices do not divide the indices.
 
     XLA's partitioner pads them and may write the padding too (jaxlib 0.10.2; tests/system/test_upstream.py).
-
-    Args:
-        values: Arrays, with the indices among them.
-        dims: Which dim of each has the rows of the batch, over which alone it is split; all may be split by default.
     """
     split = current_rows()
     if split is None or manual_axes():

@@ -41,11 +41,7 @@ class Construction:
 
 
 def construct(make: Callable[[], Any]) -> Construction:
-    """Run a constructor on fakes.
-
-    Raises:
-        TypeError: It gives something else than a module.
-    """
+    """Run a constructor on fakes."""
     made: list[tuple[nn.Module, dict[str, torch.Tensor], int]] = []
 
     def run() -> Any:

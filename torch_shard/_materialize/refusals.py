@@ -16,22 +16,14 @@ _CONSTRUCTOR = (
 
 
 def refuse(faults: Mapping[str, str], what: str, remedy: str) -> None:
-    """Raise an error that lists faults by name, if there are any.
-
-    Raises:
-        ValueError: There are.
-    """
+    """Raise an error that lists faults by name, if there are any."""
     if faults:
         lines = "\n".join(f"  {name}: {fault}" for name, fault in faults.items())
         raise ValueError(f"materialize: {what}\n\n{lines}\n\n{remedy}")
 
 
 def refuse_views(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse entries that share memory without being one tensor.
-
-    Raises:
-        NotImplementedError: Two do.
-    """
+    """Refuse entries that share memory without being one tensor."""
     if (names := shared_storage(tensors)) is not None:
         raise NotImplementedError(
             f"materialize: {names[0]} and {names[1]} share memory: one is a view of the other, or both are views of "
@@ -40,12 +32,7 @@ def refuse_views(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def refuse_unusable(construction: Construction, slices: Mapping[str, Slice]) -> None:
-    """Refuse tensors without values, and those that JAX has no operators for.
-
-    Raises:
-        ValueError: A tensor is on the meta device.
-        NotImplementedError: An operator has no lowering.
-    """
+    """Refuse tensors without values, and those that JAX has no operators for."""
     metas = {name: "on the meta device" for name in slices if construction.tensors[name].device.type == "meta"}
     refuse(
         metas,
@@ -71,11 +58,6 @@ def refuse_unusable(construction: Construction, slices: Mapping[str, Slice]) -> 
 
 def check_init(model: nn.Module, names: list[str], init: Init | None) -> Init:
     """Refuse a module on the meta device of which it is not said how its values come about.
-
-    Args:
-        model: The module.
-        names: Its entries without values.
-        init: As given by the user.
 
     Returns:
         `init`.
@@ -107,11 +89,7 @@ def check_init(model: nn.Module, names: list[str], init: Init | None) -> Init:
 
 
 def refuse_unwritten(names: Iterable[str], kind: str, is_module: bool) -> None:
-    """Refuse entries whose memory nobody has written.
-
-    Raises:
-        ValueError: There are some.
-    """
+    """Refuse entries whose memory nobody has written."""
     remedy = (
         f"{_CONSTRUCTOR.format(kind)}; or say how to initialise these, init=function of a module; or load their values."
         if is_module
@@ -122,11 +100,7 @@ def refuse_unwritten(names: Iterable[str], kind: str, is_module: bool) -> None:
 
 
 def refuse_mixed(slices: Mapping[str, Slice], valued: set[str]) -> None:
-    """Refuse entries that come from the same random numbers as entries that have values already.
-
-    Raises:
-        ValueError: There are some.
-    """
+    """Refuse entries that come from the same random numbers as entries that have values already."""
     order = list(slices)
     groups = [{name, *(order[number] for number in graph_slice.streams)} for name, graph_slice in slices.items()]
     mixed = {n for group in groups if group & valued and group - valued for n in group - valued}

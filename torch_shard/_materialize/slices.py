@@ -76,11 +76,7 @@ class Slice:
 
 
 def cut(graph: GraphModule) -> list[Slice]:
-    """The slice of each output.
-
-    Args:
-        graph: Functional; changed in place, where operators have an argument for the sake of its shape.
-    """
+    """The slice of each output."""
     for node in list(graph.graph.nodes):
         if aten_name(node) in _SHAPE_ONLY or node.target in _BERNOULLI:
             _take_shape_only(node)

@@ -75,11 +75,7 @@ def describe_bytes(entry: torch.Tensor) -> str:
 
 
 def entries_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, then buffers, by name; a tie under each of its names.
-
-    Raises:
-        ValueError: Some are lazy, and have no shape yet.
-    """
+    """Parameters, then buffers, by name; a tie under each of its names."""
     entries = dict(model.named_parameters(remove_duplicate=False))
     entries |= dict(model.named_buffers(remove_duplicate=False))
     if lazy := [name for name, entry in entries.items() if is_lazy(entry)]:
@@ -113,12 +109,7 @@ def find_uneven(entry: torch.Tensor, dim: int, axes: Axes, mesh: Mesh, *, pieces
 
 
 def check_axes(mesh: Mesh, **given: Axes | None) -> None:
-    """Refuse axes that the mesh lacks, and one axis for two things.
-
-    Raises:
-        TypeError: One is no name, or tuple of names.
-        ValueError: Some are; the message names the argument.
-    """
+    """Refuse axes that the mesh lacks, and one axis for two things."""
     for argument, axes in given.items():
         parts = cast(tuple[object, ...], axes) if isinstance(axes, tuple) else (axes,)
         if axes is not None and not all(isinstance(part, str) for part in parts):
@@ -137,18 +128,7 @@ def check_axes(mesh: Mesh, **given: Axes | None) -> None:
 def add_axis(
     spec: PartitionSpec, shape: Sequence[int], axes: Axes, mesh: Mesh, *, last_first: bool = False
 ) -> PartitionSpec | None:
-    """The spec with one more split: of the first whole dim that divides, else of one that is split already.
-
-    Args:
-        spec: A spec without these axes.
-        shape: Global shape.
-        axes: Of the mesh.
-        mesh: Where it lies.
-        last_first: Begin at the last dim.
-
-    Returns:
-        None where no dim divides.
-    """
+    """The spec with one more split: of the first whole dim that divides, else of one that is split already."""
     parts = [*spec, *(None for _ in range(len(shape) - len(spec)))]
     dims = reversed(range(len(shape))) if last_first else range(len(shape))
     for dim in sorted(dims, key=lambda dim: parts[dim] is not None):
@@ -213,12 +193,7 @@ def _unsplit(entries: Mapping[str, torch.Tensor], decisions: Mapping[str, Decisi
 
 
 def with_globs(values: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
-    """The same values by fewer rules: a glob in place of the numbers of layers, where it says the same of all.
-
-    Args:
-        values: By name.
-        names: All names that a glob could match.
-    """
+    """The same values by fewer rules: a glob in place of the numbers of layers, where it says the same of all."""
     parts = {name: name.partition(":") for name in values}  # after the colon comes a place within a module
     keys = {n: re.sub(r"(?<![^.])\d+(?![^.])", "*", path) + colon + rest for n, (path, colon, rest) in parts.items()}
     alike: dict[str, bool] = {}

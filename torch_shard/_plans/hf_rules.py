@@ -30,11 +30,7 @@ class Rule:
 
 
 class Rules:
-    """One plan of a model, or of the models in a wrapper.
-
-    Args:
-        plans: By the names of the modules whose plans they are, which name what is within those.
-    """
+    """One plan of a model, or of the models in a wrapper."""
 
     def __init__(self, plans: Mapping[str, Mapping[str, str]]) -> None:
         self.plans = plans

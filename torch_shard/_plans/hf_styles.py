@@ -23,12 +23,7 @@ class Style:
     note: str = ""
 
     def dim_of(self, parameter: str, num_dims: int) -> int | None:
-        """The dim of a parameter that it splits, from 0.
-
-        Args:
-            parameter: Its name in its module.
-            num_dims: Of the parameter.
-        """
+        """The dim of a parameter that it splits, from 0."""
         skipped = (self.skips == "bias" and parameter == "bias") or (self.skips == "vectors" and num_dims == 1)
         if self.dim is None or skipped or num_dims == 0:
             return None

@@ -37,12 +37,7 @@ _HEADS = ("lm_head", "embed_out", "output_projection")
 
 
 def logical_names(model: nn.Module, known: Collection[str]) -> dict[str, Dims]:
-    """The names of the dims of each parameter whose layer is known, by name.
-
-    Args:
-        model: Any module.
-        known: The names that rules have.
-    """
+    """The names of the dims of each parameter whose layer is known, by name."""
     roles = roles_of(model)
     tables = [(path, m) for path, m in layers_of(model) if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     rows = {m.num_embeddings for path, m in tables if roles[f"{path}.weight" if path else "weight"].dim == 0}

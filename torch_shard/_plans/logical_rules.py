@@ -36,9 +36,6 @@ class LogicalRules:
 
         A rule counts if its name is one of the tensor's, which no rule before it has given axes, and none of its axes
         splits another dim of the tensor.
-
-        Raises:
-            ValueError: Two dims have one name.
         """
         names = [name for dim in dims for name in self._split(dim)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -62,11 +59,7 @@ class LogicalRules:
 
 
 def read_rules(rules: object, sizes: Mapping[str, int]) -> LogicalRules:
-    """Read what a user gave as rules.
-
-    Raises:
-        TypeError: They are no pairs of a name and axes; all are listed.
-    """
+    """Read what a user gave as rules."""
     if not isinstance(rules, Sequence) or isinstance(rules, str):
         raise TypeError(
             f"{caller()}: rules must be a sequence of pairs, as in "

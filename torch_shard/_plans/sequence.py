@@ -34,9 +34,6 @@ def sequence_constraints(
         decisions: How each entry is split.
         batch: The axis of the batch.
         tp: The axis of features, and of the sequence between layers.
-
-    Raises:
-        ValueError: It has no such layers.
     """
     blocks = dict(_blocks(model))
     if not blocks:

@@ -4,9 +4,6 @@ It says how values are best split over devices, never what they are, so that an 
 guessed at: a dim that goes on in the same place with the same size.
 """
 
-# What the nodes of a graph hold, torch.fx types as anything.
-# pyright: reportUnknownArgumentType=false
-
 import itertools
 import math
 import operator

@@ -44,15 +44,7 @@ def graph_inputs(
     trainable: Mapping[str, torch.Tensor],
     apart: Collection[str],
 ) -> list[GraphInput]:
-    """The inputs of a capture: names by themselves, and at the first of its names each bundle.
-
-    Args:
-        model: Only its structure is read.
-        names: Of all entries, in order.
-        groups: Repeated layers, each of which is a bundle.
-        trainable: What may be bundled.
-        apart: Names of what may not.
-    """
+    """The inputs of a capture: names by themselves, and at the first of its names each bundle."""
     apart = tied_names(model).union(apart)
     bundles: dict[str, Bundle] = {}
     for path in (path for group in groups if group.bundled and not group.refused for path in group.members.values()):

@@ -190,23 +190,7 @@ def capture_layers(
     what: str,
     sequence_dims: Sequence[Dim] = (),
 ) -> CapturedLayers[Aux]:
-    """Capture a loss, its repeated layers as regions where that is safe.
-
-    Args:
-        model: What the loss runs.
-        loss_fn: The loss.
-        repeats: What to do with repeated layers.
-        joint: The function to capture, and its inputs, given the regions that it is to use.
-        num_batch: How many of these, the last ones, are of the batch.
-        what: Name of the function, for errors.
-        sequence_dims: Of those of the batch, the dim that is the sequence, which a plan splits over an axis of its own.
-
-    Returns:
-        The capture; its loops, if it has regions; and the groups of layers, with what became of them.
-
-    Raises:
-        ValueError: Layers were asked to be loops and cannot be; with the reasons.
-    """
+    """Capture a loss, its repeated layers as regions where that is safe."""
 
     def follow(program: Program[Any], specs: list[Spec], calls: dict[int, Call]) -> None:
         _follow_batch(program, specs, num_batch, sequence_dims, calls=calls)

@@ -30,12 +30,7 @@ class EntryNotes:
     uses: Mapping[str, PartitionSpec]
 
     def put(self, captured: Captured[Any], calls: Mapping[int, Call]) -> None:
-        """Note it on the nodes of a loss, and of its layers.
-
-        Args:
-            captured: The loss, with inputs and gradients by name.
-            calls: Of its repeated layers.
-        """
+        """Note it on the nodes of a loss, and of its layers."""
         if not self.cuts and not self.uses:
             return
         graph, named, trained = captured.module.graph, captured.aux.inputs, captured.aux.grads

@@ -143,11 +143,7 @@ def _reads_plainly(frame: FrameType) -> bool:
 
 @contextlib.contextmanager
 def hooks_refused(current: Callable[[], Fingerprint | None]) -> Iterator[None]:
-    """Refuse what a record does not show: hooks on a tensor or on what autograd saves, or maybe on its graph.
-
-    Args:
-        current: Gives the record that is being written, if there is one.
-    """
+    """Refuse what a record does not show: hooks on a tensor or on what autograd saves, or maybe on its graph."""
 
     def refuse(why: str) -> None:
         if (record := current()) is not None:

@@ -33,12 +33,7 @@ class _Missing:
 
 
 def with_first_sums(instructions: Sequence[Instruction], longest: int) -> list[Instruction]:
-    """The same instructions, and sums with zero where the backward pass of the first layers lacks sums of gradients.
-
-    Args:
-        instructions: In order; what reads such a gradient is changed to read the sum.
-        longest: So many layers may be one iteration.
-    """
+    """The same instructions, and sums with zero where the backward pass of the first layers lacks sums of gradients."""
     zeros: dict[Hashable, Instruction] = {}
     added: dict[Instruction, list[Instruction]] = {}
     further = {value.source for item in instructions if is_sum(item) for value in item.sources}

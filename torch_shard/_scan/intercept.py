@@ -136,20 +136,12 @@ class LayerInterceptor:
         return region
 
     def check(self) -> None:
-        """Go on only if no restart is noted; to be called when the user's code has run.
-
-        Raises:
-            Abandoned: The capture must start again.
-        """
+        """Go on only if no restart is noted; to be called when the user's code has run."""
         if self.restart:
             raise Abandoned
 
     def check_used(self) -> None:
-        """See, after the backward pass, that the loss depends on the results of layers that was assumed.
-
-        Raises:
-            Abandoned: It does not, or the capture must start again anyway.
-        """
+        """See, after the backward pass, that the loss depends on the results of layers that was assumed."""
         seen = [(call.region, call.number, call.used) for call in self.calls.values() if call.used is not None]
         if any(used != region.used for region, _, used in seen):
             self.note(Unused([SeenCall(region.group, number, region.number, used) for region, number, used in seen]))

@@ -19,13 +19,7 @@ _AGAIN = COPIES | DIM_VIEWS | FILLS | {"arange", "_to_copy"}
 
 
 def min_cut_residuals(grads: Sequence[object], cotangents: Collection[Node], at_hand: Collection[Node]) -> set[Node]:
-    """Values of the forward pass that are enough for the backward pass, inputs among them.
-
-    Args:
-        grads: What the backward pass gives.
-        cotangents: What it takes besides.
-        at_hand: Inputs that it can read at no price.
-    """
+    """Values of the forward pass that are enough for the backward pass, inputs among them."""
     behind = depending_on(cotangents)
     forward, read = _needed(grads, behind)
     import networkx  # which takes a while

@@ -103,13 +103,7 @@ class Each:
 
 
 class Across:
-    """Values of all stages, on their devices.
-
-    Args:
-        stages: Over which the layers go.
-        mesh: With their axis.
-        num_rows: Of a microbatch.
-    """
+    """Values of all stages, on their devices."""
 
     def __init__(self, stages: Stages, mesh: Mesh, num_rows: int) -> None:
         self.stages, self._mesh, self._num_rows = stages, mesh, num_rows
@@ -188,17 +182,7 @@ class Across:
 
 
 class LayerPass:
-    """A loop over layers as a pass through stages.
-
-    Args:
-        loop: There or back.
-        results: What each layer is to give beside what it hands on: there, it is kept; back, it is added up.
-        order: When each stage works on what.
-        across: The stages.
-        each: What differs by layer.
-        fixed: What does not; arrays without rounds, layers and stages.
-        keys: A random key for each microbatch.
-    """
+    """A loop over layers as a pass through stages."""
 
     def __init__(
         self,
@@ -246,17 +230,7 @@ class LayerPass:
     def tick(
         self, tick: jax.Array, state: "PassState", first: list[Tree], saved: Saved
     ) -> tuple["PassState", list[Tree]]:
-        """Let every stage work once.
-
-        Args:
-            tick: Its number, of this pass.
-            state: After the tick before.
-            first: What enters the first stage.
-            saved: What the backward pass reads.
-
-        Returns:
-            The next state, and what leaves the last stage.
-        """
+        """Let every stage work once."""
         flow, wait = state.flow, state.wait
         enters = self._place == 0
         if wait:

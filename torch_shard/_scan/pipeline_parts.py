@@ -159,18 +159,7 @@ def parts_of(
     stages: Stages,
     varies: Callable[[int], bool],
 ) -> Parts:
-    """Take a loss apart.
-
-    Args:
-        items: Instructions and loops, in order.
-        given: Outputs of each microbatch.
-        summed: Outputs to be added up.
-        stages: Over which the layers go.
-        varies: Tells whether an input differs by microbatch.
-
-    Raises:
-        NoPipeline: It cannot be.
-    """
+    """Take a loss apart."""
     forward, backward = _loops(items, stages, has_gradients=bool(summed))
     tail = _sums_at_the_end(items, given, summed)
     others = [item for item in items if item not in tail]

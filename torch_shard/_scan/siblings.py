@@ -67,14 +67,6 @@ def find_siblings(model: nn.Module, specs: Mapping[str, Sequence[object]], least
 
     They need not stand next to each other: alike are those with the same classes under the same relative names, and for
     each entry the same shape, dtype, spec and kind (trainable, frozen or buffer).
-
-    Args:
-        model: Only its structure is read.
-        specs: How each entry is split, by name.
-        least: How many there must be.
-
-    Returns:
-        The groups; what stands beside a group and is not in it is a refused group.
     """
     return list(_siblings(model, "", specs, least))
 
@@ -130,15 +122,7 @@ def stack_layout(
     *,
     stages: Stages | None = None,
 ) -> Layout:
-    """Find what is stored together: each entry of alike siblings. A tensor under several names stands alone.
-
-    Args:
-        model: Only its structure is read.
-        names: Of all entries, in order.
-        groups: Those that are refused stand alone.
-        kept: By name, what is kept in another form than torch's.
-        stages: Over which some layers are split: their entries are stored in the order of the stages.
-    """
+    """Find what is stored together: each entry of alike siblings. A tensor under several names stands alone."""
     tied = tied_names(model)
     stacks = []
     for group in groups:

@@ -17,21 +17,7 @@ def find_stages(
     moments: ResolvedPlan,
     data_axes: Collection[str],
 ) -> Stages | None:
-    """The layers that a plan with a pipeline splits over stages: the largest group of layers that are alike.
-
-    Args:
-        model: Only its structure is read.
-        groups: Its repeated layers.
-        plan: Resolved for the model.
-        moments: That of the optimizer's state, which may be the same.
-        data_axes: Those over which the batch is split.
-
-    Returns:
-        None without a pipeline.
-
-    Raises:
-        ValueError: There are no such layers, they do not divide, or something else is split over the stages too.
-    """
+    """The layers that a plan with a pipeline splits over stages: the largest group of layers that are alike."""
     pipeline, mesh = plan.pipeline, plan.mesh
     if pipeline is None:
         return None

@@ -144,11 +144,6 @@ def find_moving_axes(constraints: Sequence[Constraint], mesh: Mesh, rows: Collec
 
     It does on meshes of three axes, in products of factors that have two axes in other dims each (jaxlib 0.10.2;
     validation/fuzz). One axis may move, as that of sequence parallelism does.
-
-    Args:
-        constraints: All of a plan.
-        mesh: Of the step.
-        rows: The axes of the batch.
     """
     dims: dict[str, dict[int, Constraint]] = {}
     for constraint in constraints:

@@ -160,11 +160,7 @@ def gradient_hooks(params: Iterable[torch.Tensor]) -> tuple[tuple[int, ...], ...
 
 
 def refuse_hooks(module: nn.Module) -> None:
-    """Refuse hooks on parameters whose places others are to take, which would lose them.
-
-    Raises:
-        NotImplementedError: There are some; all parameters are listed.
-    """
+    """Refuse hooks on parameters whose places others are to take, which would lose them."""
     hooked = [
         name
         for name, p in module.named_parameters()
@@ -215,9 +211,6 @@ class TensorPlaces:
 
     def replace(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
         """Put other tensors in the places of these.
-
-        Args:
-            pairs: A tensor of the module and the new one, for each.
 
         Returns:
             What is in their places now: a parameter stays a parameter, with its `requires_grad` and its attributes.

@@ -200,12 +200,7 @@ Form: TypeAlias = Pieces | Padded
 
 @dataclass(frozen=True)
 class Kept:
-    """An entry that is kept in another form: what its arrays, shapes and shardings are in either.
-
-    Args:
-        form: Of an entry of this shape.
-        shape: Torch's.
-    """
+    """An entry that is kept in another form: what its arrays, shapes and shardings are in either."""
 
     form: Form
     shape: Shape

@@ -19,11 +19,6 @@ def constrain_stacks(stacks: Stacks, shardings: Iterable[NamedSharding], rows: C
     comes first is one of features, along which the gradient lies as it is computed. On meshes of three axes, vectors,
     which are sums of activations, are split over the axes of the batch last of all, or the features of these would be,
     too. (Elsewhere not: TPU's compiler would sum all gradients whole, and not scatter them.)
-
-    Args:
-        stacks: Of a program that is traced.
-        shardings: One for each stored array.
-        rows: The axes of the batch.
     """
 
     def settled(group: tuple[str, ...], array: jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -65,10 +60,6 @@ def spec_in_use(sharding: NamedSharding, rows: Collection[str]) -> PartitionSpec
     On a mesh of three axes or more, what is computed of an entry that has several in one dim would take that layout
     over, and XLA's partitioner errs there: it is gathered over all of these but one of features. Where rows lie over
     several axes, one that an entry has too would move from the rows to other dims: it is gathered over all of them.
-
-    Args:
-        sharding: Where it is stored.
-        rows: The axes of the batch.
     """
     mesh, parts = sharding.mesh, [axes_of((part,)) for part in sharding.spec]
     apart = set(rows) if sum(mesh.shape[axis] > 1 for axis in rows) > 1 else set[str]()

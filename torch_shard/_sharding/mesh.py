@@ -133,11 +133,7 @@ def _laid_out(sizes: tuple[int, ...], names: tuple[str, ...], devices: list[Devi
 
 
 def as_devices(devices: object) -> list[Device]:
-    """The devices that a user gave: at least one, each once.
-
-    Raises:
-        ValueError: They are something else.
-    """
+    """The devices that a user gave: at least one, each once."""
     found: list[Any] = list(cast(Sequence[Any], devices)) if isinstance(devices, Sequence | np.ndarray) else [devices]
     if not found or len(set(map(id, found))) < len(found) or not all(isinstance(d, jax.Device) for d in found):
         raise ValueError(
@@ -153,9 +149,6 @@ def check_mesh(mesh: object, *, where: str = "") -> Mesh:
     Args:
         mesh: What a user gave as a mesh.
         where: Where it was found, if not in the argument `mesh` itself: begins the error, after the caller.
-
-    Returns:
-        The same mesh.
 
     Raises:
         TypeError: It is not a `jax.sharding.Mesh`.
@@ -185,11 +178,7 @@ def _not_auto(mesh: Mesh | AbstractMesh) -> list[str]:
 
 
 def refuse_compile_only(mesh: Mesh | AbstractMesh) -> None:
-    """Refuse to put anything on the devices of a topology.
-
-    Raises:
-        ValueError: The mesh is of these.
-    """
+    """Refuse to put anything on the devices of a topology."""
     if isinstance(mesh, Mesh) and is_compile_only(mesh.devices.flat[0]):
         raise ValueError(
             f"{caller()}: the devices of mesh {describe_mesh(mesh)} are those of make_mesh(topology=...): programs "
@@ -199,11 +188,7 @@ def refuse_compile_only(mesh: Mesh | AbstractMesh) -> None:
 
 
 def check_current_mesh() -> None:
-    """Refuse a mesh of `jax.set_mesh` that takes the choice of shardings from XLA.
-
-    Raises:
-        ValueError: Some axis of it is Explicit or Manual.
-    """
+    """Refuse a mesh of `jax.set_mesh` that takes the choice of shardings from XLA."""
     mesh = jax.sharding.get_abstract_mesh()
     if foreign := _not_auto(mesh):
         raise ValueError(
@@ -219,9 +204,6 @@ def find_spec_faults(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) ->
         spec: At most one entry per dim.
         shape: Global shape.
         mesh: The mesh that `spec` should name axes of.
-
-    Returns:
-        Pairs of a fault (without full stop) and a remedy (a sentence); empty if the spec fits.
     """
     shown, axes = describe_spec(spec), axes_of(spec)
     faults: list[tuple[str, str]] = []

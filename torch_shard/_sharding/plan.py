@@ -414,11 +414,7 @@ def _count(items: Sized, noun: str) -> str:
 
 
 def check_plan(plan: object) -> None:
-    """Refuse what is no plan.
-
-    Raises:
-        TypeError: It is something else.
-    """
+    """Refuse what is no plan."""
     check_kind("plan", plan, ShardingPlan, hint="Make one of rules, as in ts.ShardingPlan({...}, default=P()).")
 
 

@@ -291,13 +291,7 @@ def as_dicts(tree: PyTree) -> PyTree:
 
 
 def keep_as(stacks: Stacks, layout: Layout, *, but_pieces: bool = False) -> Stacks:
-    """Arrays in torch's form, in the form that a layout has for their names, if they have torch's shape.
-
-    Args:
-        stacks: In torch's form.
-        layout: Has the names.
-        but_pieces: What the layout has in pieces is so already.
-    """
+    """Arrays in torch's form, in the form that a layout has for their names, if they have torch's shape."""
     forms: dict[str, Kept] = {}
     arrays: list[PyTree] = []
     for group, array in zip(stacks.layout.groups, stacks.arrays, strict=True):

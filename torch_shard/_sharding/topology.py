@@ -118,10 +118,6 @@ def topology_devices(topology: object, num_slices: int | None = None) -> list[De
     Args:
         topology: Such as `"v5e:16x16"` or `"h100:8"`.
         num_slices: How many such TPU slices.
-
-    Raises:
-        ValueError: There is no such topology.
-        ModuleNotFoundError: What compiles for it is not installed.
     """
     chip, _, shape = topology.partition(":") if isinstance(topology, str) else ("", "", "")
     if chip in GPUS and shape.isdecimal() and int(shape):

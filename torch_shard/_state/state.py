@@ -1,10 +1,5 @@
 """The state of a training run: what it holds, which of it is stored together, and where it lies."""
 
-# optax has no stubs. JAX annotates its functions in part, and says nothing of what `jax.tree.map` gives to a function.
-# pyright: reportMissingTypeStubs=false
-# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownVariableType=false
-
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -252,12 +247,7 @@ class StateLayout:
         return cast(PyTree, jax.jit(init_opt_state, out_shardings=self.shardings.opt_state)(params))
 
     def normal(self, state: TrainState) -> TrainState:
-        """A state as it is stored: what was replaced by plain dicts is stacked, and numbers are arrays.
-
-        Raises:
-            TypeError: Something in it is neither a number nor an array, or the optimizer's state cannot hold it.
-            ValueError: It does not fit the model or the optimiser.
-        """
+        """A state as it is stored: what was replaced by plain dicts is stacked, and numbers are arrays."""
         state = as_arrays(state, self.structs)
         if jax.tree.structure(state) == self._structure:
             return state
@@ -326,15 +316,7 @@ def _memory_of(array: object) -> int:
 
 
 def as_arrays(state: TrainState, like: TrainState | None = None) -> TrainState:
-    """A state whose leaves are arrays, also where a number was put: `state.opt_state.hyperparams["learning_rate"]`.
-
-    Args:
-        state: Of arrays, numbers, numpy arrays and tensors.
-        like: Says what dtypes numbers are to have.
-
-    Raises:
-        TypeError: Something is none of these, or a number is not of its dtype's kind.
-    """
+    """A state whose leaves are arrays, also where a number was put: `state.opt_state.hyperparams["learning_rate"]`."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(state)
     if all(isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) for _, leaf in leaves):
         return state

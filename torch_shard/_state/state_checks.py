@@ -1,8 +1,5 @@
 """What a step is given as a state: one that is whole, of the same model, not used up, and not of a trace."""
 
-# JAX annotates its functions in part.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 import collections
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -19,13 +16,7 @@ from torch_shard._state.state import KINDS, TrainState
 
 
 def check_state(state: TrainState, *, only_shapes: bool = False) -> None:
-    """Refuse what is not a state, one that is used up, and shapes of one, unless they are accepted.
-
-    Raises:
-        TypeError: It is something else.
-        ValueError: It was donated, or arrays of it were with another state.
-        NotImplementedError: A program of the user's is being compiled.
-    """
+    """Refuse what is not a state, one that is used up, and shapes of one, unless they are accepted."""
     hint = "step.init(seed=0) gives one, and each step the next: state, metrics = step(state, batch)."
     check_kind("state", state, TrainState, hint=hint)
     if isinstance(cast(object, state.step), jax.ShapeDtypeStruct) and not only_shapes:
@@ -46,11 +37,7 @@ def check_state(state: TrainState, *, only_shapes: bool = False) -> None:
 
 
 def refuse_traced(what: str, values: PyTree) -> None:
-    """Refuse the state or the batch of a call within a function that JAX traces.
-
-    Raises:
-        NotImplementedError: JAX does.
-    """
+    """Refuse the state or the batch of a call within a function that JAX traces."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(values)):
         raise NotImplementedError(
             f"{caller()}: the {what} is traced by a jax.jit or another transform around the call. A step is a "
@@ -59,11 +46,7 @@ def refuse_traced(what: str, values: PyTree) -> None:
 
 
 def check_apart(who: str, state: TrainState) -> None:
-    """Refuse a state that has an array twice, which a step would donate twice.
-
-    Raises:
-        ValueError: It has; all places are listed.
-    """
+    """Refuse a state that has an array twice, which a step would donate twice."""
     plain = {kind: {} for kind in KINDS if not isinstance(getattr(state, kind), Stacks)}  # to be stored anew
     leaves = jax.tree.leaves(dataclasses.replace(state, **plain))
     counts = collections.Counter(id(leaf) for leaf in leaves if isinstance(leaf, jax.Array))
@@ -85,11 +68,7 @@ def _paths(state: TrainState, chosen: Callable[[object], bool]) -> list[str]:
 
 
 def check_names(state: TrainState, names: Iterable[str]) -> None:
-    """Refuse the state of another model.
-
-    Raises:
-        ValueError: It lacks entries; all are listed.
-    """
+    """Refuse the state of another model."""
     found = state.tensors
     if missing := [name for name in names if name not in found]:
         raise ValueError(

@@ -1,9 +1,5 @@
 """Steps that are not taken: a state is kept where the loss or a gradient is not finite or too large."""
 
-# optax has no stubs. JAX annotates its functions in part, and says nothing of what `jax.tree.map` gives to a function.
-# pyright: reportMissingTypeStubs=false
-# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
-
 import dataclasses
 
 import jax
@@ -49,15 +45,7 @@ def global_norm(grads: PyTree) -> jax.Array:
 def check_step(
     loss: jax.Array, grads: Stacks, norm: jax.Array, *, skip_grad_norm: float, buffers: tuple[Stacks, ...]
 ) -> StepCheck:
-    """Look at a step before it is taken.
-
-    Args:
-        loss: Scalar.
-        grads: Of the trainable parameters.
-        norm: Their global L2 norm. One that overflows is not accepted: the squares that optimisers keep would too.
-        skip_grad_norm: The largest norm that is accepted; with infinity, only what is not finite is skipped.
-        buffers: Before and after the batch.
-    """
+    """Look at a step before it is taken."""
     before, after = buffers
     finite, kept = _by_row(grads), _by_row(after, before)
     rows = [rows.all() for rows in (*finite.arrays, *kept.arrays)]
@@ -84,11 +72,7 @@ def select_state(skipped: jax.Array, old: TrainState, new: TrainState) -> TrainS
 
 
 def check_skip_grad_norm(value: object) -> None:
-    """Refuse what is not a norm.
-
-    Raises:
-        ValueError: It is not a positive number.
-    """
+    """Refuse what is not a norm."""
     is_positive = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
     if value is not None and not is_positive:
         raise ValueError(

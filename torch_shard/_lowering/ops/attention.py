@@ -115,14 +115,7 @@ def attend(
     sinks: Sequence[torch.Tensor] = (),
     bias: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """Attention in our form, (B, N, T, D).
-
-    Args:
-        form: How weights are made.
-        qkv: Queries, keys and values; the heads of the keys divide those of the queries.
-        sinks: None, or a number for each head.
-        bias: None, or what is added to the scores, or booleans that hide keys, four dims, each its size or 1.
-    """
+    """Attention in our form, (B, N, T, D)."""
     seed = (torch.ops.torch_shard.seed(),) if form.dropout else ()
     counts = 3, len(seed), len(sinks), len(bias)
     out: Any = _Attention.apply(form, counts, *qkv, *seed, *sinks, *bias)

@@ -19,15 +19,7 @@ takes longer than it saves where there are few: for v5e and v5p that is below ab
 
 
 def why_unbalanced(mode, lengths, band, num, *, has_kernel):
-    """Say why devices compute the queries that they have; empty if they exchange some to compute as much.
-
-    Args:
-        mode: Of the context.
-        lengths: Of the queries and the keys of all devices.
-        band: How many keys before its place and after it a query sees; None for all.
-        num: Number of devices.
-        has_kernel: Whether blocks that are not seen take no time.
-    """
+    """Say why devices compute the queries that they have; empty if they exchange some to compute as much."""
     if mode == "heads":
         return "each has all queries of its heads"
     if mode == "gather" and not has_kernel:
@@ -64,11 +56,6 @@ def pairs_of(step: int, device: Place, num: int) -> list[tuple[Place, Place]]:
 
     That is what a causal mask leaves, as much on each device: its later queries see the earlier keys of any other, and
     either its earlier queries those too, or its later queries the later keys.
-
-    Args:
-        step: How many devices keys have moved on.
-        device: That has the queries.
-        num: How many there are.
     """
     (a, b), (c, d) = (chunks_of(at, num) for at in (device, (device - step) % num))
     of_queries, of_keys = (jnp.int32(first > second) for first, second in ((a, b), (c, d)))  # the earlier ones

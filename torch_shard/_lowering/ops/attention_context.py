@@ -42,15 +42,7 @@ class Weights:
 
 
 class InContext:
-    """Attention on the devices of a mesh, over whose context the sequence is split.
-
-    Args:
-        rows: How the rows lie, and the context.
-        qkv: Queries (B, N, T, D), keys (B, K, S, D) and values.
-        segments: None, or the numbers of the queries and of the keys: only a key with the number of a query is seen.
-        sinks: None, or a number for each head.
-        weights: How they are made.
-    """
+    """Attention on the devices of a mesh, over whose context the sequence is split."""
 
     def __init__(self, rows: RowSplit, qkv, segments, sinks, weights: Weights) -> None:
         assert rows.context is not None

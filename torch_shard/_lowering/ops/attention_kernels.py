@@ -250,18 +250,6 @@ def kernel_for(q, k, v, segments, *, scale, band, cap=0, sinks=()):
 def kernel_in_context(rows, mode, qkv, segments, *, num_heads, scale, band, cap=0, sinks=(), interpret=False):
     """The kernel where the sequence is split too, for one device, with what it takes besides; None where there is none.
 
-    Args:
-        rows: How the rows and the sequence lie.
-        mode: Of the context.
-        qkv: Queries, keys and values of all devices.
-        segments: Numbers of queries and keys.
-        num_heads: Heads of the queries on one device, when its sequence is split.
-        scale: Of the scores.
-        band: What is seen.
-        cap: Soft cap of the scores.
-        sinks: A number for each head.
-        interpret: Run without a TPU.
-
     Returns:
         `(q, k, v, segments, extra, places of the queries, band) -> Kernel`, `extra` and its specs; the band is that of
         a pair of chunks, which the keys of a ring need.

@@ -24,12 +24,7 @@ _POINTWISE = frozenset(
 
 
 def report_attention(graphs: Iterable[tuple[str, GraphModule]], rows: RowSplit | None) -> list[str]:
-    """Lines for the forward passes of these graphs; none where all long attention has its kernel, or there is none.
-
-    Args:
-        graphs: Of a program, and of its repeated layers as often as they run; each with the path of its module.
-        rows: How the rows of the batch lie on the devices.
-    """
+    """Lines for the forward passes of these graphs; none where all long attention has its kernel, or there is none."""
     if rows is None or rows.platform not in KERNELS:
         return []
     own = _said(graphs, lambda node: _of_node(node, node.meta.get("custom", {}).get(WHY), rows))
@@ -37,12 +32,7 @@ def report_attention(graphs: Iterable[tuple[str, GraphModule]], rows: RowSplit |
 
 
 def report_context(graphs: Iterable[tuple[str, GraphModule]], rows: RowSplit | None) -> list[str]:
-    """Lines that say how the sequence is split, and which attention does not get its keys as the plan has it.
-
-    Args:
-        graphs: Of a program, and of its repeated layers as often as they run; each with the path of its module.
-        rows: How rows and the sequence lie.
-    """
+    """Lines that say how the sequence is split, and which attention does not get its keys as the plan has it."""
     if rows is None or rows.context is None:
         return []
     axis, mode, paths = rows.context.axis, rows.context.mode, collections.Counter[str]()

@@ -51,12 +51,7 @@ class _Laid(torch.autograd.Function):
 
 
 class OverContext:
-    """The context of a capture, and the mesh that its step runs on.
-
-    Args:
-        context: Of a plan.
-        mesh: Of the step.
-    """
+    """The context of a capture, and the mesh that its step runs on."""
 
     def __init__(self, context: Context, mesh: Mesh) -> None:
         self._context, self._mesh, self.mode = context, mesh, context.mode
@@ -71,11 +66,7 @@ class OverContext:
             _CURRENT.reset(token)
 
     def check_heads(self, num_heads: int, num_key_heads: int) -> None:
-        """Refuse heads that cannot be exchanged for the sequence, if that is asked for.
-
-        Raises:
-            ValueError: They do not divide over the axis.
-        """
+        """Refuse heads that cannot be exchanged for the sequence, if that is asked for."""
         if self._context.mode != "heads":
             return
         sizes = {axis: size for axis, size in self._mesh.shape.items() if axis not in self._context.rows}

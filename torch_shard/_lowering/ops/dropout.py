@@ -128,16 +128,7 @@ def _exchanged(words):
 
 
 class KeptWeights:
-    """Which weights of attention are kept, block by block.
-
-    Args:
-        q: Queries, (B, N, T, D).
-        k: Keys, (B, K, S, D).
-        seed: Two words, int32.
-        dropout: The share that is dropped.
-        of: The shape (B, N, T, S) of all weights, where these are a part of them.
-        start: Where that part starts, for (B, K, T, S), each at a multiple of its own size; may be traced.
-    """
+    """Which weights of attention are kept, block by block."""
 
     def __init__(self, q, k, seed, dropout, *, of=None, start=(0, 0, 0, 0)):
         grouped = q.shape[1] // k.shape[1]

@@ -158,9 +158,6 @@ def run_blocks(
             in float32 at least and returned in the dtype of its zero.
         step: Takes an expert, the slots of a block, and which of them are the expert's; returns the rows of the values,
             and what is added to the sums.
-
-    Returns:
-        Values in order (T * K + B, ...), of which those of no expert here may be anything; and sums (E, ...).
     """
     rows, sums = zeros
     written = jax.tree.map(lambda row: jax.lax.empty((len(slots.order), *row.shape), row.dtype), rows)

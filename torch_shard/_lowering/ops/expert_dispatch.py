@@ -189,13 +189,7 @@ class Route:
 
 
 def find_exchange(split: RowSplit, rows: tuple[str, ...], sizes: Sizes) -> Exchange | None:
-    """How tokens could come to experts that the plan has over axes of the batch; None if it has not.
-
-    Args:
-        split: How the batch and the experts lie.
-        rows: The axes over which tokens are split.
-        sizes: Of the mixture.
-    """
+    """How tokens could come to experts that the plan has over axes of the batch; None if it has not."""
     axes = {axis: split.mesh.shape[axis] for axis in split.experts}
     via = tuple(axis for axis in rows if axes.get(axis, 1) > 1)
     exchange = Exchange(axes, via, split.size_of(rows), is_ragged=split.platform in RAGGED)
@@ -203,13 +197,7 @@ def find_exchange(split: RowSplit, rows: tuple[str, ...], sizes: Sizes) -> Excha
 
 
 def find_route(exchange: Exchange, ids_TK: jax.Array, num_here: int) -> Route:
-    """The way of each token.
-
-    Args:
-        exchange: Over which axes.
-        ids_TK: The experts of each token.
-        num_here: Number of experts of each device.
-    """
+    """The way of each token."""
     num_peers, (num_tokens, num_choices) = exchange.num_peers, ids_TK.shape
     peer = exchange.peers(ids_TK.astype(jnp.int32), num_here)
     earlier = jnp.tril(jnp.ones((num_choices, num_choices), bool), -1)

@@ -17,12 +17,7 @@ _UNKNOWN = (
 
 
 def report_experts(graphs: Iterable[tuple[str, GraphModule]], rows: RowSplit | None) -> list[str]:
-    """Lines that say where tokens go to experts over the axes of the batch, or these are gathered, by which bytes.
-
-    Args:
-        graphs: Of a program, and of its repeated layers as often as they run; each with the path of its module.
-        rows: How the rows of the batch lie on the devices.
-    """
+    """Lines that say where tokens go to experts over the axes of the batch, or these are gathered, by which bytes."""
     if rows is None:
         return []
     found, is_any = dict[str, list[str]](), False

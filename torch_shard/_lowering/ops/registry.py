@@ -45,13 +45,7 @@ STORAGE_KWARGS = frozenset({"device", "layout", "pin_memory", "memory_format", "
 
 
 def lowers(*ops: Operator, random: bool = False, pieces: bool = False) -> Callable[[Lowering], Lowering]:
-    """Register a function as the lowering of ATen operators.
-
-    Args:
-        ops: The overloads that it lowers.
-        random: Whether it takes a random key before the operator's own arguments.
-        pieces: Whether it takes values in pieces.
-    """
+    """Register a function as the lowering of ATen operators."""
 
     def register(fn: Lowering) -> Lowering:
         for op in ops:
