@@ -92,7 +92,7 @@ class Stages:
         return self.pipeline.repeats
 
     def order(self, num: int) -> list[int]:
-        """The numbers of so many layers, or iterations over some, as they are stored: first those of the first stage."""
+        """The numbers of so many layers, or iterations over some, as they are stored: by stage."""
         each = num // (self.num * self.repeats)
         starts = ((r * self.num + stage) * each for stage in range(self.num) for r in range(self.repeats))
         return [start + at for start in starts for at in range(each)]
