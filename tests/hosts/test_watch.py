@@ -40,12 +40,12 @@ def test_who_waits_in_vain_is_ended(given, is_ended):
 
 PROGRAM = """
 import os, sys, time
-from tests.oracles.hubs import Ends, a_hub
-from torch_shard._hosts.channel import PeerError
+from tests.hosts.test_peers import a_job
+from torch_shard._hosts.peers import PeerError
+from torch_shard._hosts.times import Times
 from torch_shard._hosts.watch import watch
-from torch_shard._hosts.wire import Times
 
-times = Times(beat=0.05, silent=5, grace=0.2)
+times = Times(beat=0.05, silent=0.5, grace=0.2)
 pids = {}
 for part in range(3):  # before there are threads
     if not (pid := os.fork()):
@@ -58,26 +58,23 @@ else:
         statuses[pids.pop(pid)] = os.waitstatus_to_exitcode(status)
     print([statuses[part] for part in range(3)])
     sys.exit()
-with a_hub(2, times) as place:
-    ends = Ends()
-    line, other = ends.line(place, 0, times), ends.line(place, 1, times)
-    watch(line)
-    other.closing = True
-    other.wire.close()
-    while line.failure is None:
+with a_job(2, times) as (own, other):
+    watch(own)
+    other.close()
+    while own.failure is None:
         time.sleep(0.01)
     if part == 0:  # the error is caught, and the program goes on with something else
         try:
-            line.check()
+            own.check()
         except PeerError:
             time.sleep(2)
-        line.closing = True
+        own.closing = True
         print("went on", flush=True)
         os._exit(0)
     if part == 1:  # it does not come to see the error
         time.sleep(30)
     try:
-        line.check()
+        own.check()
     except PeerError:
         sys.excepthook(*sys.exc_info())
         time.sleep(30)  # an end that takes too long
@@ -88,8 +85,10 @@ def test_a_program_that_has_caught_the_error_goes_on():
     output = run_alone(PROGRAM).output
     assert output.endswith("\n[0, 75, 75]\n"), output
     assert "went on\n" in output
-    lost = "process 1 failed: connection lost (killed, or out of memory?) (last seen at its beginning)\n"
+    lost = (
+        "process 1 failed: no sign of life for 0 s (killed, stopped, or its host is gone) (last seen at its beginning)"
+    )
     end = "torch_shard: exiting with status 75: lost a peer (process 0 is at its beginning)\n"
-    assert output.count(f"torch_shard: {lost}") == 3
+    assert output.count(f"\ntorch_shard: {lost}") == 2
     assert output.count(end) == 2
     assert f"PeerError: torch_shard: {lost}" in output

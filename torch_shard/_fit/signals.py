@@ -76,7 +76,7 @@ class StopRequest:
     def fail(self, error: Exception) -> None:
         """Let the other processes know that this one can go on no more, so that none waits for it."""
         if self._gate is not None:
-            self._gate.fail(describe(error))
+            self._gate.fail(error)
 
     def leave(self, position: int) -> None:
         """Leave as the signal would have had it, now that all is saved.

@@ -4,12 +4,12 @@ from torch_shard._hosts.agreement import ProcessMismatchError as ProcessMismatch
 from torch_shard._hosts.agreement import compare as compare
 from torch_shard._hosts.agreement import digest as digest
 from torch_shard._hosts.broadcast import broadcast as broadcast
-from torch_shard._hosts.channel import PeerError as PeerError
-from torch_shard._hosts.channel import describe as describe
 from torch_shard._hosts.data import pack as pack
 from torch_shard._hosts.initialize import Launch as Launch
 from torch_shard._hosts.initialize import check_started as check_started
 from torch_shard._hosts.initialize import initialize as initialize
+from torch_shard._hosts.peers import PeerError as PeerError
+from torch_shard._hosts.peers import describe as describe
 from torch_shard._hosts.processes import agree as agree
 from torch_shard._hosts.processes import begin_run as begin_run
 from torch_shard._hosts.processes import check_peers as check_peers

@@ -11,15 +11,15 @@ _TOLD = "TORCH_SHARD_HOST"
 """The variable that says on which of its addresses process 0 is to listen."""
 
 
-def open_sockets(coordinator: str | None) -> list[socket.socket]:
-    """Listen on free ports.
+def listen(coordinator: str | None) -> socket.socket:
+    """Listen on a free port.
 
     Args:
         coordinator: `host:port` of JAX's coordinator, which is on this host; None if that is unknown.
 
     Returns:
-        One for each address of the interface that `TORCH_SHARD_HOST` names, else the coordinator's, else that of the
-        default route, else the loopback.
+        On the interface that `TORCH_SHARD_HOST` names, else the coordinator's, else that of the default route, else the
+        loopback.
 
     Raises:
         ValueError: `TORCH_SHARD_HOST` is no address of this host.
@@ -29,7 +29,7 @@ def open_sockets(coordinator: str | None) -> list[socket.socket]:
     found = _bound(_resolved(host))
     if told and not found:
         raise ValueError(f"{_TOLD} must be an address of the host of process 0, or a name of one, found {told}")
-    return found or _bound(_of_default_route()) or _bound([LOOPBACK])
+    return found or _bound(_of_default_route()) or socket.create_server((LOOPBACK, 0))
 
 
 def _resolved(host: str) -> list[str]:
@@ -57,11 +57,10 @@ def _of_default_route() -> list[str]:
     return found
 
 
-def _bound(addresses: list[str]) -> list[socket.socket]:
-    """A socket for each address that is this host's."""
-    found: list[socket.socket] = []
+def _bound(addresses: list[str]) -> socket.socket | None:
+    """A socket for the first address that is this host's."""
     for address in addresses:
         with contextlib.suppress(OSError):
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            found.append(socket.create_server((address, 0), family=family))
-    return found
+            return socket.create_server((address, 0), family=family)
+    return None

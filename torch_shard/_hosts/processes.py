@@ -10,10 +10,9 @@ from jax.sharding import Mesh
 
 from torch_shard._common.caller import caller
 from torch_shard._common.simulated import wait_if_simulated
-from torch_shard._hosts.channel import describe
 from torch_shard._hosts.data import pack, unpack
-from torch_shard._hosts.hub import most_each
-from torch_shard._hosts.session import channel, opened
+from torch_shard._hosts.peers import describe, most_each
+from torch_shard._hosts.session import met, peers
 
 R = TypeVar("R")
 
@@ -36,8 +35,8 @@ def exchange(make: Callable[[], R], subject: str | None = None) -> list[R]:
         PeerError: Another process does not come.
         RuntimeError: `make` has raised in another process.
     """
-    line = channel()
-    if line is None:
+    own = peers()
+    if own is None:
         return [make()]
     failure = None
     try:
@@ -45,7 +44,7 @@ def exchange(make: Callable[[], R], subject: str | None = None) -> list[R]:
     except Exception as error:
         failure, data = error, pack(["failure", describe(error)])
     first = data if len(data) <= most_each(jax.process_count()) else pack(["size", len(data)])
-    found = [unpack(each) for each in line.exchange(first, subject or caller())]
+    found = [unpack(each) for each in own.exchange(first, subject or caller())]
     if failure is not None:
         raise failure
     for process, (kind, value) in enumerate(found):
@@ -73,19 +72,19 @@ def is_shared(mesh: Mesh) -> bool:
 
 def begin_run() -> None:
     """Note that a program over all processes is begun, which all must begin."""
-    if (line := channel()) is not None:
-        line.check()
-        line.runs += 1
+    if (own := peers()) is not None:
+        own.check()
+        own.status.runs += 1
 
 
 def check_peers() -> None:
     """Raise if another process has failed."""
-    if (line := opened()) is not None:
-        line.check()
+    if (own := met()) is not None:
+        own.check()
 
 
 def follow(array: jax.Array) -> None:
     """Note what the last program gives, for which this process waits as long as it is not there."""
-    if (line := opened()) is not None:
-        line.running = array
+    if (own := met()) is not None:
+        own.running = array
     wait_if_simulated(array)

@@ -6,9 +6,9 @@ from typing import cast
 
 from jax.sharding import Mesh
 
-from torch_shard._hosts.channel import Channel
+from torch_shard._hosts.peers import Peers
 from torch_shard._hosts.processes import is_shared
-from torch_shard._hosts.session import channel
+from torch_shard._hosts.session import peers
 
 _NUMBERS = itertools.count()
 
@@ -27,59 +27,59 @@ class Gate:
         reason: Which process asked, and why.
     """
 
-    def __init__(self, line: Channel) -> None:
+    def __init__(self, own: Peers) -> None:
         self.number, self.wanted = next(_NUMBERS), cast(str | None, None)
         self.at: int | None = None
         self.reason: tuple[int, str] | None = None
-        self._line, self._position, self._still = line, 0, False
+        self._peers, self._position, self._still = own, 0, False
         self._changed = threading.Condition()
-        line.loop = self
+        own.loop = self
 
     @classmethod
     def of(cls, mesh: Mesh) -> "Gate | None":
         """The gate of a loop of steps on this mesh; None where one process is enough."""
-        line = channel() if is_shared(mesh) else None
-        return None if line is None else cls(line)
+        own = peers() if is_shared(mesh) else None
+        return None if own is None else cls(own)
 
     def may_run(self, position: int) -> bool:
         """Tell whether the step from this position is to be taken; then it must be."""
         with self._changed:
             self._wait()
-            self._line.check()
+            self._peers.check()
             if self.at is not None and position >= self.at:
                 return False
             self._position = position + 1
-            self._line.where = f"in step {position + 1} of fit"
+            self._peers.status.where = f"in step {position + 1} of fit"
             return True
 
     def stop(self, position: int, reason: str) -> int | None:
         """Ask for a stop from a step that could not be taken, and wait for where it is."""
-        self._line.patience = self._line.times.notice
+        self._peers.patience = self._peers.times.notice
         with self._changed:
             self._position = position
             if self.reason is None:
-                self._line.wire.send("stop", self.number, reason)
-            while self.reason is None and self._line.failure is None:
+                self._peers.ask_stop(self.number, reason)
+            while self.reason is None and self._peers.failure is None:
                 self._changed.wait(0.2)
             return self.at
 
-    def fail(self, text: str) -> None:
+    def fail(self, error: BaseException) -> None:
         """Let the others know that this process can go on no more."""
-        self._line.fail(text)
+        self._peers.fail(error)
 
     def leave(self) -> tuple[int, str] | None:
         """Which process asked for the stop that has ended the loop, and why; None if it was JAX."""
-        self._line.told = self._line.saved = True
+        self._peers.told = self._peers.saved = True
         return self.reason
 
     def close(self) -> None:
         """Leave the loop."""
         with self._changed:
-            self._line.loop, self._line.where = None, "after fit"
-            self._line.patience = self._line.times.wait
+            self._peers.loop, self._peers.status.where = None, "after fit"
+            self._peers.patience = self._peers.times.wait
 
     def _wait(self) -> None:
-        while self._still and self._line.failure is None:
+        while self._still and self._peers.failure is None:
             self._changed.wait(0.2)
 
     def pause(self) -> int:

@@ -1,4 +1,4 @@
-"""A thread that gives signs of life, and ends a process that would wait forever for one that has failed."""
+"""A thread that ends a process that would wait forever for one that has failed."""
 
 import os
 import sys
@@ -9,20 +9,20 @@ from typing import Any
 
 import jax
 
-from torch_shard._hosts.channel import STATUS, Channel, describe, flush_streams
-from torch_shard._hosts.hub import silent_for
+from torch_shard._hosts.judge import silent_for
+from torch_shard._hosts.peers import STATUS, Peers, flush_streams
 
 
-def watch(line: Channel) -> None:
+def watch(peers: Peers) -> None:
     """Begin to watch, and let the others know of an error that ends this process."""
-    threading.Thread(target=_Watch(line).run, name="torch_shard watch", daemon=True).start()
+    threading.Thread(target=_Watch(peers).run, name="torch_shard watch", daemon=True).start()
     before = sys.excepthook
 
     def tell(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-        line.dying = True
-        line.fail(describe(error))
-        if isinstance(error, jax.errors.JaxRuntimeError) and _hears_of_failure(line):
-            note = "torch_shard: process {} failed: {}".format(*line.failure or ())
+        peers.dying = True
+        peers.fail(error)
+        if isinstance(error, jax.errors.JaxRuntimeError) and peers.failure is not None:
+            note = "torch_shard: process {} failed: {}".format(*peers.failure or ())
             if note not in getattr(error, "__notes__", []):
                 error.add_note(note)
         before(kind, error, where)
@@ -30,40 +30,31 @@ def watch(line: Channel) -> None:
     sys.excepthook = tell
 
 
-def _hears_of_failure(line: Channel) -> bool:
-    """Wait a moment for the news that may explain an error of XLA: that a connection is closed."""
-    until = time.monotonic() + 1.0
-    while line.failure is None and time.monotonic() < until:
-        time.sleep(0.05)
-    return line.failure is not None
-
-
 class _Watch:
-    def __init__(self, line: Channel) -> None:
-        self._line = line
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
         self._since: float | None = None  # when it was first seen that waiting may be in vain
 
     def run(self) -> None:
-        line, times = self._line, self._line.times
+        peers, times = self._peers, self._peers.times
         last = time.monotonic()
-        while not line.closing:
+        while True:
             time.sleep(times.beat)
-            line.wire.send("beat", line.runs, line.where)
-            loop = line.loop
-            if loop is not None and loop.wanted is not None:
-                line.wire.send("stop", loop.number, loop.wanted)
-                loop.wanted = None
             now = time.monotonic()
+            if peers.closing:
+                if peers.exit_at is not None and now > peers.exit_at[0]:
+                    os._exit(peers.exit_at[1])
+                continue
             if now - last > times.silent / 2:  # this process itself was stopped
-                line.heard += now - last
+                peers.heard += now - last
             last = now
-            if now - line.heard > times.silent and not line.ended:
-                line.failure = line.failure or (0, silent_for(times.silent))
+            if now - peers.heard > times.silent and not peers.ended:
+                peers.failure = peers.failure or (0, silent_for(times.silent))
             if (found := self._in_vain()) is None:
                 self._since = None
             elif self._since is None:
                 self._since = now
-            elif now - self._since > times.grace and not line.closing:
+            elif now - self._since > times.grace and not peers.closing:
                 self._end(found)
 
     def _in_vain(self) -> str | None:
@@ -72,21 +63,21 @@ class _Watch:
         A program that has caught the error of a failed peer is left alone, whatever it does then: only `fit` reads what
         the devices will never give. JAX still ends it when it finds a process gone.
         """
-        line = self._line
-        running: Any = line.running  # whose is_ready JAX does not annotate
+        peers = self._peers
+        running: Any = peers.running  # whose is_ready JAX does not annotate
         computes = running is not None and not running.is_ready()
-        if line.failure is not None:
-            has_caught = line.told and not line.dying
-            if (computes and line.loop is not None) or (not has_caught and (computes or not line.saved)):
-                return f"process {line.failure[0]} failed: {line.failure[1]}"
-        elif line.ended and computes:
-            ended, how = next(iter(line.ended.items()))
+        if peers.failure is not None:
+            has_caught = peers.told and not peers.dying
+            if (computes and peers.loop is not None) or (not has_caught and (computes or not peers.saved)):
+                return f"process {peers.failure[0]} failed: {peers.failure[1]}"
+        elif peers.ended and computes:
+            ended, how = next(iter(peers.ended.items()))
             return f"process {ended} has ended ({how}) while others go on."
         return None
 
     def _end(self, reason: str) -> None:
-        line = self._line
+        peers = self._peers
         flush_streams()
-        end = f"exiting with status {STATUS}: lost a peer (process {line.rank} is {line.where})"
+        end = f"exiting with status {STATUS}: lost a peer (process {peers.rank} is {peers.status.where})"
         os.write(2, f"\ntorch_shard: {reason}\ntorch_shard: {end}\n".encode())
         os._exit(STATUS)

@@ -1,0 +1,164 @@
+"""What processes exchange, between threads that stand for processes; and strangers at the place of the store."""
+
+import concurrent.futures
+import contextlib
+import datetime
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from torch.distributed import TCPStore
+
+from tests.oracles.processes import run_alone
+from torch_shard._hosts.judge import News, Status
+from torch_shard._hosts.peers import PeerError, Peers
+from torch_shard._hosts.stopping import Gate
+from torch_shard._hosts.times import Times
+
+TIMES = Times(beat=0.05, silent=5.0)
+
+
+def store_of(port: int, **options: object) -> TCPStore:
+    return TCPStore("127.0.0.1", port, timeout=datetime.timedelta(seconds=5), wait_for_workers=False, **options)
+
+
+@contextlib.contextmanager
+def a_job(num: int, times: Times = TIMES) -> Iterator[list[Peers]]:
+    """All processes of a job, and where their store is."""
+    held = store_of(0, is_master=True)
+    held.multi_set([f"job/of/{rank}" for rank in range(num)], [Status().text()] * num)
+    held.set("job/news", News().text())
+    found = [Peers(store_of(held.port) if rank else held, "job", rank, num, times) for rank in range(num)]
+    try:
+        yield found
+    finally:
+        for each in found:
+            each.close()
+
+
+def together(*calls: Callable[[], object]) -> list[object]:
+    """What each call gives, or the error that it raises."""
+    with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(call) for call in calls]
+        return [future.exception() or future.result() for future in futures]
+
+
+def test_all_get_what_each_gives_and_the_store_does_not_grow() -> None:
+    with a_job(3) as found:
+        for number in range(30):
+            given = [f"{number} of {each.rank}".encode() * 9 for each in found]
+            pairs = zip(found, given, strict=True)
+            calls = [lambda each=each, data=data: each.exchange(data, "a test") for each, data in pairs]
+            assert together(*calls) == [given] * 3
+        until = time.monotonic() + 5
+        while (keys := found[0]._store.num_keys()) > 5 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert keys <= 5  # of three processes, the news, and a count of the store's own
+
+
+def test_those_at_other_places_are_told_so() -> None:
+    with a_job(2) as (one, other):
+        errors = together(lambda: one.exchange(b"", "save"), lambda: other.exchange(b"", "init"))
+        assert {str(error) for error in errors} == {
+            "torch_shard: the processes do not come together: they are not at the same place. Process 0 waits in save "
+            "(after 0 programs). Process 1 waits in init (after 0 programs)."
+        }
+        assert together(lambda: one.exchange(b"", "save"), lambda: other.exchange(b"", "save")) == [[b"", b""]] * 2
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda peers: peers.fail(OSError("no disk")), "process 1 (will not come|failed): OSError: no disk"),
+        (lambda peers: peers.leave(), "process 1 will not come: it came to its end"),
+        (lambda peers: peers.close(), "process 1 (will not come|failed): no sign of life for 0 s"),
+        (
+            lambda peers: setattr(peers.status, "runs", 1),
+            "process 1 has gone on without it. .* Process 1 is at its beg",
+        ),
+    ],
+    ids=["failed", "ended", "killed", "went on"],
+)
+def test_who_waits_in_vain_is_told_why(act: Callable[[Peers], object], words: str) -> None:
+    with a_job(2, Times(beat=0.05, silent=0.4)) as (one, other):
+        act(other)
+        with pytest.raises(PeerError, match=words):
+            one.exchange(b"", "save")
+
+
+def gates(found: list[Peers]) -> list[Gate]:
+    made = [Gate(each) for each in found]
+    for gate in made:
+        gate.number = 0
+    return made
+
+
+def test_all_stop_where_the_farthest_is() -> None:
+    with a_job(3) as found:
+        made = gates(found)
+        for gate, begun in zip(made, (4, 5, 4), strict=True):
+            assert all(gate.may_run(position) for position in range(begun))
+        assert made[2].stop(3, "OSError: no disk") == 5  # its fourth step could not be begun
+        for gate in made[:2]:
+            until = time.monotonic() + 5
+            while gate.at is None and time.monotonic() < until:
+                time.sleep(0.01)
+            assert (gate.at, gate.leave()) == (5, (2, "OSError: no disk"))
+            assert gate.may_run(4)
+            assert not gate.may_run(5)
+
+
+def test_none_stops_if_one_has_left_the_loop() -> None:
+    with a_job(2) as found:
+        made = gates(found)
+        made[0].close()
+        assert made[1].stop(3, "SIGTERM") is None
+        assert made[1].may_run(3)
+
+
+MAGIC = b"\x00" + struct.pack("<I", 0x3C85F7CE)  # with which a client of a store begins
+NONSENSE = [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), MAGIC + b"\xff" * 60, MAGIC + b"\x01" + b"\xff" * 60]
+NONSENSE += [MAGIC + b"\x02" + struct.pack("<Q", 1 << 62)]
+
+
+def test_strangers_neither_stall_nor_end_a_job() -> None:
+    with a_job(2) as found, contextlib.ExitStack() as stack:
+        for text in [*NONSENSE, *[b""] * 50]:
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", found[0]._store.port)))
+            stranger.sendall(text)
+        begun = time.monotonic()
+        for number in range(9):
+            data = str(number).encode()
+            calls = [lambda each=each, data=data: each.exchange(data, "a test") for each in found]
+            assert together(*calls) == [[data, data]] * 2
+        assert time.monotonic() - begun < Times().silent  # PyTorch logs each with a stack, which it looks up once
+        assert [each.failure for each in found] == [None, None]
+
+
+FORKS = """
+from tests.hosts.test_peers import a_job, together
+from torch_shard._hosts.session import _forget
+import functools, time
+
+with a_job(2) as found:
+    for each in found:
+        os.register_at_fork(after_in_child=functools.partial(_forget, each))
+    sys.stdout.flush()
+    if (pid := os.fork()) == 0:
+        assert all(each.closing for each in found)
+        found[1].fail(OSError("of the child"))  # is heard by nobody
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    time.sleep(0.5)
+    assert together(*(lambda each=each: each.exchange(b"x", "a test") for each in found)) == [[b"x"] * 2] * 2
+    print("done", flush=True)
+    os._exit(0)
+"""
+
+
+def test_a_forked_process_leaves_the_store_to_its_parent() -> None:
+    ended = run_alone(FORKS)
+    assert (ended.output, ended.status) == ("done\n", 0)
