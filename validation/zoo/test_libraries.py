@@ -14,8 +14,6 @@ from tests.oracles.eager import agrees_with_torch
 from tests.oracles.steps import sgd_step
 from validation.zoo.rows import declare_operators_of_torchvision
 
-pytestmark = pytest.mark.slow  # these packages are those of the zoo
-
 ROWS = 8
 
 agrees = functools.partial(derivatives.agrees, rtol=1e-5, atol=1e-5)
