@@ -56,7 +56,7 @@ class Cache:
     """
 
     def __init__(self, directory: Path | None, about: Mapping[str, object]) -> None:
-        self._directory, self._about = directory, dict(about)
+        self._directory, self._about = directory, [FORMAT, versions(), about]
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
 
@@ -80,7 +80,7 @@ class Cache:
     def _path(self, what: object) -> Path | None:
         if self._directory is None:
             return None
-        return self._directory / f"{digest([FORMAT, versions(), self._about, str(what)])}.json"
+        return self._directory / f"{digest([*self._about, str(what)])}.json"
 
 
 def digest(value: object) -> str:
@@ -90,13 +90,7 @@ def digest(value: object) -> str:
 
 def versions() -> dict[str, str]:
     """Of what has to do with a compiled program."""
-    found = dict[str, str]()
-    for name in VERSIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return {own.name: own.version for own in importlib.metadata.distributions() if own.name in VERSIONS}
 
 
 def describe_entries(model: nn.Module) -> list[object]:

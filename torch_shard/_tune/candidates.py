@@ -125,27 +125,25 @@ def families(num_devices: int, *, has_experts: bool, has_spec: bool) -> Iterator
         elif recipe.axes == HYBRID and not has_spec:
             yield from (Candidate((("replica", num_devices // n), ("batch", n)), name) for n in sizes[:-1])
         elif recipe.axes == BOTH:
-            is_tp = name in ("tp + ZeRO-1", "fsdp_tp")  # where `batch` has one device
-            widths = [n for n in sizes if n <= WIDEST and not (is_tp and n == num_devices)]
+            widths = [n for n in sizes if n <= WIDEST and (n < num_devices or name == "tp")]
             yield from (Candidate((("batch", num_devices // n), ("model", n)), name) for n in widths)
 
 
 def variants(
-    family: Candidate, loops: Sequence[bool], *, auto_is_loop: bool, has_layers: bool, fixed: Mapping[str, Any]
+    family: Candidate, loops: Sequence[bool], *, auto_is_loop: bool, fixed: Mapping[str, Any]
 ) -> Iterator[Candidate]:
     """The ways in which the layers of a family may run, that of the default first.
 
     Args:
         family: A mesh and a recipe.
-        loops: Whether layers run in loops.
+        loops: Whether layers run in loops; never, if none are alike.
         auto_is_loop: Whether they do where nobody says it, and nothing is computed again.
-        has_layers: Whether there are layers that are alike.
         fixed: Options that the user gave.
     """
-    remats = (fixed["remat"],) if "remat" in fixed else ("none", "dots", "block") if has_layers else ("none",)
+    remats = (fixed["remat"],) if "remat" in fixed else ("none", "dots", "block") if True in loops else ("none",)
     for remat, in_loops in itertools.product(remats, loops):
         if in_loops and remat == "none" and not auto_is_loop and len(loops) > 1:
             continue  # few layers on TPUs are slower so
-        is_auto = in_loops == (auto_is_loop or remat != "none") or not has_layers
+        is_auto = in_loops == (auto_is_loop or remat != "none")
         scan = fixed.get("scan_layers", "auto" if is_auto else in_loops)
         yield dataclasses.replace(family, remat=remat, scan_layers=scan, in_loops=in_loops)

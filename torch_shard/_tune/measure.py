@@ -26,8 +26,8 @@ def measured_choices(
         batch: With values.
         default: What they have to beat.
     """
-    asked = [choice for choice in tuning.choices if choice in tuning.choices[:BEST] or choice.candidate == default]
-    fitting = [choice for choice in asked if tuning.limit is None or choice.memory <= tuning.limit]
+    best = [c for c in tuning.choices if c in tuning.choices[:BEST] or c.candidate == default]
+    fitting = [choice for choice in best if tuning.limit is None or choice.memory <= tuning.limit]
     ran = [dataclasses.replace(choice, measured=_seconds(make(choice), batch)) for choice in fitting]
     ran.sort(key=lambda choice: choice.measured or 0.0)
     return dataclasses.replace(tuning, choices=(*ran, *(c for c in tuning.choices if c not in fitting)))

@@ -13,7 +13,7 @@ from torch_shard._cost import Preview
 from torch_shard._loss import flatten_batch
 from torch_shard._plans import experts_of, layers_of
 from torch_shard._scan import LayerOptions
-from torch_shard._sharding import ResolvedPlan, make_mesh, memory_of
+from torch_shard._sharding import ResolvedPlan, axes_of, make_mesh, memory_of
 from torch_shard._train import TrainStep
 from torch_shard._tune.cache import Measured, describe_entries
 from torch_shard._tune.candidates import Candidate, families, variants
@@ -91,30 +91,36 @@ class Task:
         has_spec = self.options.get("batch_spec") is not None
         rows = [] if has_spec else sorted({np.shape(leaf)[0] for leaf in leaves if np.ndim(leaf)})
         has_experts = any(experts_of(layer) for _, layer in layers_of(self.model))
-        loops, has_layers, auto = self._loops()
+        loops, auto = self._loops()
         for family in families(len(self.devices), has_experts=has_experts, has_spec=has_spec):
-            shards = family.data_shards * self.options.get("accumulate_steps", 1)
-            if uneven := [num for num in rows if num % shards]:
-                self.pruned[str(family)] = f"{uneven[0]} rows do not divide over {shards} shards"
-                continue
             try:
-                mesh = make_mesh(self.devices, topology=None, **family.sizes)
-                made = family.options(self.model, mesh)
-                split = [made[name].resolve(self.model, mesh) for name in ("plan", "optimizer_plan") if name in made]
+                self._plans[family.family] = self._resolve(family, rows)
             except (ValueError, NotImplementedError) as error:
                 self.pruned[str(family)] = " ".join(str(error).split())[:200]
-                continue
-            self._plans[family.family] = made, split[0], split[-1]
-            yield from variants(family, loops, auto_is_loop=auto, has_layers=has_layers, fixed=self.options)
+            else:
+                yield from variants(family, loops, auto_is_loop=auto, fixed=self.options)
 
-    def _loops(self) -> tuple[Sequence[bool], bool, bool]:
-        """Whether layers may run in loops, whether there are any, and whether they do if nobody says it."""
+    def _resolve(self, family: Candidate, rows: Sequence[int]) -> tuple[dict[str, Any], ResolvedPlan, ResolvedPlan]:
+        """Options of a mesh and a recipe, and how they split parameters and the optimizer's state."""
+        shards = family.data_shards * self.options.get("accumulate_steps", 1)
+        if uneven := [num for num in rows if num % shards]:
+            raise ValueError(f"{uneven[0]} rows do not divide over {shards} shards")
+        mesh = make_mesh(self.devices, topology=None, **family.sizes)
+        made = family.options(self.model, mesh)
+        split = [made[name].resolve(self.model, mesh) for name in ("plan", "optimizer_plan") if name in made]
+        axes = {axis for entry in split[0].entries.values() for axis in axes_of(entry.padded_spec)}
+        if "model" in family.sizes and "model" not in axes:
+            raise ValueError("nothing divides over model, and its devices would all do the same")
+        return made, split[0], split[-1]
+
+    def _loops(self) -> tuple[Sequence[bool], bool]:
+        """Whether layers may run in loops, and whether they do if nobody says it."""
         groups = LayerOptions(scan="auto", remat="block").groups(self.model)
         num = sum(len(group.members) for group in groups if group.refused is None)
-        auto = LayerOptions().decided(self.model, self.devices[0].platform).scan is not False
+        auto = num > 0 and LayerOptions().decided(self.model, self.devices[0].platform).scan is not False
         if not num or "scan_layers" in self.options:
-            return [num > 0 and self.options.get("scan_layers") is not False], num > 0, auto
-        return [auto] if auto and num > ONE_BY_ONE else [auto, not auto], True, auto
+            return [num > 0 and self.options.get("scan_layers") is not False], auto
+        return [auto] if auto and num > ONE_BY_ONE else [auto, not auto], auto
 
     def step(self, candidate: Candidate) -> TrainStep:
         """The step of a candidate."""

@@ -140,15 +140,14 @@ def _notes(task: Task, search: Search, choices: Sequence[Choice]) -> Iterator[st
         yield f"{what}: it is the best by arithmetic. Give more minutes, or see step.preview of it."
     ahead = [c for c in choices if c.found is None and c.seconds < best.seconds and search.fits(c.candidate)]
     if ahead:
-        first = f"{ahead[0].candidate}, ~{ahead[0].seconds * 1e3:.4g} ms"
-        yield f"Not compiled, and faster than the best by arithmetic: {len(ahead)}, as {first}. Give more minutes."
+        what = ahead[0].candidate
+        yield f"Not compiled, and faster than the best by arithmetic: {len(ahead)}, as {what}. Give more minutes."
     if task.chip.clock is None:
         yield ESTIMATES
 
 
 def _check(minutes: float, measure: bool, options: Mapping[str, Any], topology: str | None) -> None:
     check_kind("minutes", minutes, int | float)
-    check_kind("measure", measure, bool)
     if not 0 < minutes < math.inf:
         raise ValueError(f"{caller()}: minutes must be a positive number, got {minutes!r}.")
     if measure and topology is not None:

@@ -25,7 +25,7 @@ from torch_shard._common.types import Device
 from torch_shard._common.validate import check_file
 from torch_shard._common.wrappers import check_module
 from torch_shard._sharding import make_mesh
-from torch_shard._tune.cache import FORMAT, Measured, describe_entries, digest
+from torch_shard._tune.cache import Measured, describe_entries, digest
 from torch_shard._tune.candidates import RECIPES, Candidate
 
 GIB = 2**30
@@ -108,7 +108,6 @@ class Tuning(InNotebooks):
         file, best = check_file("path", path), self.best
         text = json.dumps(
             {
-                "format": FORMAT,
                 "where": self.where,
                 "model": digest(describe_entries(self.model)),
                 "candidate": dataclasses.asdict(best.candidate),
@@ -134,20 +133,10 @@ class Tuning(InNotebooks):
 
     def _table(self) -> Table:
         table = Table(title=f"Tuned for {self.where}", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
-        for column in (
-            "",
-            "candidate",
-            "GiB left",
-            "compute ms",
-            "exposed ms",
-            "time ms",
-            "measured ms",
-            "by",
-            "why not",
-        ):
+        for column in ("candidate", "GiB left", "compute ms", "exposed ms", "time ms", "measured ms", "by", "why not"):
             table.add_column(column)
-        for number, choice in enumerate(self.choices, 1):
-            table.add_row(str(number), *self._row(choice))
+        for choice in self.choices:
+            table.add_row(*self._row(choice))
         table.caption = "~ is not compiled, and counts as longer in this order than arithmetic says"
         return table
 
@@ -223,12 +212,9 @@ def load_tuned(
         candidate = Candidate(axes, **found["candidate"])
         fixed = dict(found["fixed"])
         budgets = {str(name): float(value) for name, value in found["budgets"].items()}
-        known = found["format"] == FORMAT and candidate.recipe in RECIPES
-        own, where = found["model"], found["where"]
+        own, where, _ = found["model"], found["where"], RECIPES[candidate.recipe]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{caller()}: {file} is not what Tuning.save wrote, or is damaged: {error!r}.") from error
-    if not known:
-        raise ValueError(f"{caller()}: {file} is of another version of torch_shard. Tune again.")
     if own != digest(describe_entries(model)):
         raise ValueError(
             f"{caller()}: {file} is of a model with other names, shapes or dtypes than {type(model).__name__} has here "
