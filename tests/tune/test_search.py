@@ -26,7 +26,7 @@ def search(found, estimates, seconds=20.0, cache=None, limit=None):
             raise found[candidate]
         return lambda: found[candidate]
 
-    made = {c: own if isinstance(own, Estimate) else Estimate(own, 10.0) for c, own in estimates.items()}
+    made = {c: own if isinstance(own, Estimate) else Estimate(own, 10.0, 0.0) for c, own in estimates.items()}
     return Search(prepare, made, cache or Cache(None, {}), time.monotonic() + seconds, limit), asked
 
 
@@ -57,7 +57,7 @@ def test_a_loop_is_compiled_before_the_same_layers_one_by_one():
 def test_what_does_not_fit_is_last_and_what_is_likely_too_large_is_compiled_last():
     sizes = {DEFAULT: 27, B: 12, BLOCK: 8}
     found = {candidate: Measured(compute=1.0, memory=size) for candidate, size in sizes.items()}
-    estimates = {DEFAULT: Estimate(0.5, 9), B: Estimate(0.6, 7), BLOCK: Estimate(0.7, 8)}
+    estimates = {DEFAULT: Estimate(0.5, 9, 0), B: Estimate(0.6, 7, 0), BLOCK: Estimate(0.7, 8, 0)}
     made, asked = search(found, estimates, limit=16)
     made.run()
     assert asked == [DEFAULT, BLOCK, B]  # of the first three times as much as by arithmetic, so that B would take 21

@@ -153,7 +153,7 @@ class Estimate:
 
     seconds: float
     memory: float
-    state: float = 0.0
+    state: float
 
 
 def estimate(candidate: Candidate, plan: ResolvedPlan, moments: ResolvedPlan, facts: Facts, *, chip: Chip) -> Estimate:

@@ -140,8 +140,7 @@ def _notes(task: Task, search: Search, choices: Sequence[Choice]) -> Iterator[st
         yield f"{what}: it is the best by arithmetic. Give more minutes, or see step.preview of it."
     ahead = [c for c in choices if c.found is None and c.seconds < best.seconds and search.fits(c.candidate)]
     if ahead:
-        what = ahead[0].candidate
-        yield f"Not compiled, and faster than the best by arithmetic: {len(ahead)}, as {what}. Give more minutes."
+        yield f"Not compiled, but faster by arithmetic: {len(ahead)}, as {ahead[0].candidate}. Give more minutes."
     if task.chip.clock is None:
         yield ESTIMATES
 
