@@ -71,8 +71,8 @@ def tune(
         minutes: For the search; what is compiling when they are over is not waited for, and ends with the process.
         cache: A directory in which what was compiled is noted, so that the same call later is fast, or goes on. Its
             files are data, of which nothing is executed.
-        measure: Whether the three best are run for ten steps each, on real devices, with a model and a batch that have
-            values.
+        measure: Whether the three best and the default are run for ten steps each, on real devices, with a model and a
+            batch that have values.
         **step_options: Of `make_train_step`, to be taken as they are: `compute_dtype`, `accumulate_steps`. A choice
             that is made here otherwise (`remat`, `scan_layers`) is then no choice.
 
