@@ -198,15 +198,11 @@ def test_where_nothing_fits_the_table_says_what_each_needs(monkeypatch):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs TPU's compiler")
-def test_on_tpus_the_best_is_no_slower_than_the_default():
-    found = tune(devices=None, topology="v5e:2x2", minutes=1)
-    (default,) = (
-        choice
-        for choice in found.choices
-        if choice.candidate.axes == (("batch", 4),) and "fsdp" in str(choice.candidate)
-    )
-    assert default.found is not None
-    assert found.best.found is not None
+def test_on_tpus_the_best_is_no_slower_than_the_default(monkeypatch):
+    monkeypatch.setattr("torch_shard._tune.task.MOST", 2)
+    found = tune(devices=None, topology="v5e:2x2", minutes=4)
+    default = next(choice for choice in found.choices if choice.candidate.recipe == "fsdp")
+    assert all(choice.found for choice in found.choices)
     assert found.best.seconds <= default.seconds
     assert found.best.budgets["cycles"] > 0
 
