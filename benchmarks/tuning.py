@@ -1,12 +1,12 @@
-"""`ts.tune` on whole models and pods, against twelve choices by hand: `python -m benchmarks --only tuning`.
+"""`ts.tune` on whole models and pods, against choices by hand: `python -m benchmarks --only tuning`.
 
 Each model has a process and a cache of its own, so that a run may be interrupted and goes on where it was. One alone,
 for so many minutes: `python -m benchmarks.tuning "GPT-2 on v5e:2x4" 30`; the tables of what the caches know, as a page:
 `python -m benchmarks.tuning page docs/tuning.md`.
 """
 
-import collections
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -28,15 +28,14 @@ from benchmarks.tpu_gpt import Gpt
 from benchmarks.tpu_resnet import ResNet
 from torch_shard._tune.cache import Cache, Measured
 from torch_shard._tune.candidates import Candidate
-from torch_shard._tune.chips import GIB
-from torch_shard._tune.prune import Pruning
 from torch_shard._tune.search import Search
 from torch_shard._tune.task import Task
+from torch_shard._tune.tuning import GIB
 
 PAGE = """
 ## Tuned before there is a pod
 
-What `ts.tune` finds, over the fastest of twelve choices by hand and over the recipe `fsdp`; see docs/tuning.md.
+What `ts.tune` finds, over the fastest of some choices by hand and over the recipe `fsdp`; see docs/tuning.md.
 """
 
 CACHES = Path(os.environ.get("TORCH_SHARD_TUNED", "benchmarks-out/tuned"))
@@ -66,8 +65,9 @@ class TuningCase:
     def task(self) -> Task:
         """What `ts.tune` makes of it."""
         devices = sorted(ts.make_mesh(topology=self.topology, batch=-1).devices.flat, key=lambda device: device.id)
-        options = {"compute_dtype": torch.bfloat16}
-        return Task(self.model(), self.loss_fn, self.optimizer, self.batch, devices=devices, options=options)
+        model = self.model()
+        make = functools.partial(ts.make_train_step, model, self.loss_fn, self.optimizer)
+        return Task(make, model, self.batch, devices=devices, options={"compute_dtype": torch.bfloat16})
 
 
 def data(num: int, recipe: str, **how: Any) -> Candidate:
@@ -101,25 +101,24 @@ def _large(num: int, widths: tuple[int, int, int], recipe: str) -> tuple[Candida
         both(num // middle, middle, recipe, remat="dots"),
         both(num // small, small, recipe),
         both(num // middle, middle, other, remat="block"),
-        both(num // middle, middle, recipe, remat="block", accumulate_steps=2),
     )
 
 
 def _small(num: int) -> tuple[Candidate, ...]:
     """Data parallel, ZeRO-1, FSDP and hybrids, layers in loops or one by one; tensor parallel by two."""
-    half = num // 2
+    half, one_by_one = num // 2, {"scan_layers": False, "in_loops": False}
     return (
-        data(num, "replicated", scan_layers=False),
+        data(num, "replicated", **one_by_one),
         data(num, "replicated", scan_layers=True),
-        data(num, "replicated + ZeRO-1", scan_layers=False),
+        data(num, "replicated + ZeRO-1", **one_by_one),
         data(num, "replicated + ZeRO-1", scan_layers=True),
-        data(num, "fsdp", scan_layers=False),
+        data(num, "fsdp", **one_by_one),
         data(num, "fsdp", scan_layers=True),
         data(num, "fsdp", remat="block"),
-        hybrid(2, half, "hsdp", scan_layers=False),
-        both(half, 2, "tp", scan_layers=False),
-        both(half, 2, "fsdp_tp", scan_layers=False),
-        both(half, 2, "fsdp_tp(sequence)", scan_layers=False),
+        hybrid(2, half, "hsdp", **one_by_one),
+        both(half, 2, "tp", **one_by_one),
+        both(half, 2, "fsdp_tp", **one_by_one),
+        both(half, 2, "fsdp_tp(sequence)", **one_by_one),
         both(half, 2, "fsdp_tp", remat="block"),
     )
 
@@ -182,85 +181,66 @@ def measure(name: str, minutes: float) -> dict[str, Any]:
     """Search, then compile what an engineer would have chosen, as far as the time goes; all of it is kept."""
     case, deadline = CASES[name](), time.monotonic() + 60 * minutes
     task, directory = case.task(), CACHES / name.replace(" ", "_").replace(":", "_")
-    pruning, about = task.prune(), task.about()
-    search = task.search(pruning, Cache(directory / "found", about), time.monotonic() + 60 * minutes / 2)
+    caches = {folder: Cache(directory / folder, task.about()) for folder in ("found", "hand")}
+    search = Search(task.prepare, task.estimates, caches["found"], deadline - 60 * minutes / 2, task.limit)
     search.run()
-    others = Cache(directory / "hand", about)  # which the search does not know of
-    hand = dict[Candidate, tuple[Measured | None, str]]()
-    for late in (True, False):  # what is known comes first, so that a report is there whenever this is interrupted
+    found = {str(candidate): made for candidate, made in search.found.items()}
+    hand, why = dict[str, Measured](), dict[str, str]()
+    for compiles in (False, True):  # what is known comes first, so that a report is there whenever this is interrupted
         for candidate in case.by_hand:
-            compiles = not late and time.monotonic() < deadline
-            known = search.found.get(candidate)
-            hand[candidate] = (known, "") if known else _known(candidate, task, others, pruning, compiles=compiles)
-            if not late:
-                (directory / "report.json").write_text(json.dumps(_report(search, hand, pruning), indent=1))
-    return _report(search, hand, pruning)
+            what = str(candidate)
+            if known := found.get(what) or hand.get(what) or caches["hand"].read(candidate):
+                hand[what] = known
+            elif compiles and time.monotonic() < deadline:
+                hand[what] = _compiled(task, candidate, caches["hand"])
+            else:
+                why[what] = "not compiled"
+        report = _report(search, hand, {what: said for what, said in why.items() if what not in hand})
+        (directory / "report.json").write_text(json.dumps(report, indent=1))
+    return report
 
 
-def _known(
-    candidate: Candidate, task: Task, cache: Cache, pruning: Pruning, *, compiles: bool
-) -> tuple[Measured | None, str]:
-    """What is known of a choice by hand, or why nothing is."""
-    if (known := cache.read(candidate)) is not None:
-        return known, ""
-    pruned = [own for own in pruning.pruned if own.kind in ("memory", "rows", "refused", "same")]
-    whys = {own.what: own.why for own in pruned}
-    of_family = {own.what: own.why for own in pruned if own.kind != "memory"}  # noted of remat="none" alone
-    if why := whys.get(str(candidate)) or of_family.get(str(dataclasses.replace(candidate, remat="none"))):
-        return None, why
+def _compiled(task: Task, candidate: Candidate, cache: Cache) -> Measured:
     start = time.monotonic()
     try:
-        if not compiles:
-            return None, f"about {task.estimate(candidate).seconds * 1e3:.3g} ms by arithmetic, not compiled"
-        found = task.prepare(candidate)()
-    except (ValueError, NotImplementedError) as error:
-        return None, f"refused: {' '.join(str(error).split())[:160]}"
-    cache.write(candidate, found := dataclasses.replace(found, took=time.monotonic() - start))
-    return found, ""
+        made = dataclasses.replace(task.prepare(candidate)(), took=time.monotonic() - start)
+    except (ValueError, NotImplementedError, KeyError) as error:
+        made = Measured(refused=f"refused: {' '.join(str(error).split())[:160]}")
+    cache.write(candidate, made)
+    return made
 
 
-def _report(search: Search, hand: Mapping[Candidate, tuple[Measured | None, str]], pruning: Pruning) -> dict[str, Any]:
-    found, passed = search.found, search.passed
-    compiled = {**{c: m for c, (m, _) in hand.items() if m is not None}, **found}
-    ordered = sorted(compiled, key=lambda c: (not compiled[c].fits, compiled[c].seconds))
-    by_hand = [c for c in ordered if c in hand]
-    fsdp = [c for c in ordered if c.recipe == "fsdp"]
+def _report(search: Search, hand: Mapping[str, Measured], why: Mapping[str, str]) -> dict[str, Any]:
+    found = {str(candidate): made for candidate, made in search.found.items()}
+    compiled = {**hand, **found}
+
+    def entry(what: str) -> dict[str, Any]:
+        made = compiled[what]
+        fits = not made.refused and (search.limit is None or made.memory <= search.limit)
+        return {
+            "what": what,
+            "left": None if search.limit is None else (search.limit - made.memory) / GIB,
+            "compute": made.compute * 1e3,
+            "exposed": made.exposed * 1e3,
+            "ms": made.seconds * 1e3,
+            "fits": fits,
+            "took": made.took,
+            "refused": made.refused,
+            "found": what in found,
+            "by hand": what in hand,
+        }
+
+    entries = sorted(map(entry, compiled), key=lambda own: (not own["fits"], own["ms"]))
+    fitting = [own for own in entries if own["fits"]]
+    best = next((own for own in fitting if own["found"]), None)
     return {
-        "best": _entry(next(iter(c for c in ordered if c in found), None), compiled),
-        "by hand": _entry(next(iter(by_hand), None), compiled),
-        "fsdp": _entry(next(iter(fsdp), None), compiled),
-        "compiled": [_fields(c, compiled[c]) | {"found": c in found, "by hand": c in hand} for c in ordered],
-        "hand": [(str(c), why) for c, (m, why) in hand.items() if m is None],
-        "num by hand": len(hand),
-        "pruned": dict(collections.Counter(p.kind for p in pruning.pruned)),
-        "examples": {p.kind: f"{p.what}: {p.why}" for p in reversed(pruning.pruned)},
-        "passed": len(passed),
-        "left": len(pruning.estimates) - len(found) - len(passed),
-    }
-
-
-def _entry(candidate: Candidate | None, compiled: Mapping[Candidate, Measured]) -> dict[str, Any] | None:
-    if candidate is None or not compiled[candidate].fits:
-        return None
-    return _fields(candidate, compiled[candidate])
-
-
-def _fields(candidate: Candidate, found: Measured) -> dict[str, Any]:
-    return {
-        "what": str(candidate),
-        "mesh": candidate.mesh_text,
-        "plan": candidate.recipe,
-        "remat": str(candidate.remat),
-        "layers": ("loop" if found.loops else "one by one") + (f", {found.scaled}" if found.scaled else ""),
-        "microbatches": candidate.accumulate_steps,
-        "left": None if found.limit is None else (found.limit - found.memory) / GIB,
-        "compute": found.compute * 1e3,
-        "exposed": found.exposed * 1e3,
-        "axes": {axis: seconds * 1e3 for axis, seconds in found.exposed_by_axis.items()},
-        "ms": found.seconds * 1e3,
-        "fits": found.fits,
-        "scaled": bool(found.scaled),
-        "took": found.took,
+        "best": best,
+        "recommended": str(search.ranking()[0]),
+        "by hand": next((own for own in fitting if own["by hand"]), None),
+        "fsdp": next((own for own in fitting if " fsdp," in own["what"]), None),
+        "compiled": entries,
+        "hand": list(why.items()),
+        "left": len(search.estimates) - len(search.found),
     }
 
 
@@ -279,41 +259,28 @@ def page() -> str:
 
 
 def _section(report: Mapping[str, Any]) -> str:
-    lines = [
-        f"{_verdict(report)}\n",
-        "| mesh | plan | remat | layers | micro | GiB left | compute ms | exposed ms | ms | |",
-    ]
-    lines.append("| --- " * 10 + "|")
+    lines = [f"{_verdict(report)}\n", "| candidate | GiB left | compute ms | exposed ms | ms | |"]
+    lines.append("| --- " * 6 + "|")
     for entry in report["compiled"]:
-        about = "~" if entry["scaled"] else ""
-        axes = "; ".join(f"{axis} {ms:.3g}" for axis, ms in entry["axes"].items() if ms >= 0.05)
-        exposed = f"{about}{entry['exposed']:.4g}" + (f" ({axes})" if axes else "")
-        left = "" if entry["left"] is None else f"{about}{entry['left']:.2f}"
-        times = [f"{about}{entry['compute']:.4g}", exposed, f"{about}{entry['ms']:.4g}"]
-        times = times if entry["fits"] else ["", "", "too large"]
-        who = ", ".join(word for word, is_so in (("found", entry["found"]), ("by hand", entry["by hand"])) if is_so)
-        cells = [entry[key] for key in ("mesh", "plan", "remat", "layers", "microbatches")]
-        lines.append("| " + " | ".join(map(str, [*cells, left, *times, who])) + " |")
+        left = "" if entry["left"] is None else f"{entry['left']:.2f}"
+        times = [f"{entry[key]:.4g}" for key in ("compute", "exposed", "ms")]
+        times = times if entry["fits"] else ["", "", entry["refused"][:80] or "too large"]
+        who = ", ".join(word for word in ("found", "by hand") if entry[word])
+        lines.append("| " + " | ".join([entry["what"], left, *times, who]) + " |")
     lines += ["", '??? note "By hand, not compiled"', ""]
     lines += [f"    - {what}: {why}" for what, why in report["hand"]] or ["    All were compiled."]
-    lines += [
-        "",
-        '??? note "Pruned by arithmetic"',
-        "",
-        "    | | candidates | one of them |",
-        "    | --- | --- | --- |",
-    ]
-    lines += [f"    | {kind} | {num} | {report['examples'][kind]} |" for kind, num in report["pruned"].items()]
     return "\n".join(lines) + "\n"
 
 
 def _verdict(report: Mapping[str, Any]) -> str:
     best, hand, fsdp = (report[key] for key in ("best", "by hand", "fsdp"))
     num = len(report["compiled"])
-    left = f"{num} compiled, {report['left'] + report['passed']} not promising or left for want of time."
+    left = f"{num} compiled, {report['left']} not promising or left for want of time."
     if best is None:
         return f"Nothing that fits was compiled. {left}"
     words = [f"Best: {best['what']}, {best['ms']:.4g} ms."]
+    if report["recommended"] != best["what"]:
+        words.append(f"Recommended by arithmetic, not compiled: {report['recommended']}.")
     for title, other in (("the best by hand", hand), ("the best `fsdp`", fsdp)):
         known = (
             "was not compiled" if other is None else f"takes {other['ms'] / best['ms']:.2f} x as long ({other['what']})"
@@ -326,9 +293,8 @@ PAGE_HEAD = """# Tables of tuning
 
 What `ts.tune` says of five models and pods: `python -m benchmarks --only tuning` makes the numbers, which are those of
 TPU's compiler, and `python -m benchmarks.tuning page docs/tuning.md` this page. `compute_dtype=torch.bfloat16`, AdamW
-(SGD for ResNet-50), and nothing else is given. Twelve choices by hand stand beside what was found: what an engineer
-would try first. `~` is scaled from as many layers as is said; *exposed* is communication that the schedule does not
-hide, by axis of the mesh.
+(SGD for ResNet-50), and nothing else is given. Choices by hand stand beside what was found: what an engineer would try
+first. *Exposed* is communication that the schedule does not hide.
 """
 
 

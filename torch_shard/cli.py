@@ -1,5 +1,6 @@
 """The command line: `torch-shard demo`, `run`, `preview`, `prove`, `tune`, `inspect`, `convert`, `tutorials`."""
 
+import logging
 import math
 import re
 import signal
@@ -306,12 +307,14 @@ def tune(
     minutes: Annotated[float, typer.Option(help="For the search.")] = 10,
     cache: Annotated[Path | None, typer.Option(help="A directory that notes what was compiled.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the best choice as JSON, for ts.load_tuned.")] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Run the best three on the devices here.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Run the best three and the default here.")] = False,
 ) -> None:
     """Find the mesh, the plan and the options with which a step takes the least time and fits.
 
     Ctrl-C shows the best so far.
     """
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("torch_shard._tune").setLevel(logging.INFO)
     from torch_shard._inspect import read_file
     from torch_shard._interop import register
     from torch_shard._tune import tune as find

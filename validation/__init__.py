@@ -11,7 +11,6 @@
 | `python -m validation.hf_families.random_models --seeds 0:300` | random small models of transformers | 5 s a model |
 | `pytest validation/operators/test_modules.py` | modules on a mesh and in `jax_shard_map` | minutes |
 | `pytest validation/rivals` | the benchmarks' hand-written JAX for TPUs computes what the models do | minutes |
-| `pytest validation/tuning` | what `ts.tune` says without compiling, beside TPU's compiler | 10 minutes |
 | `pytest validation/reports` | wrong numbers that users have reported of other libraries | 5 minutes |
 | `pytest validation/kills` | runs that are killed twenty times | 7 minutes |
 

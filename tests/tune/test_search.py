@@ -1,166 +1,131 @@
-"""The order in which candidates are compiled, what ends a search, and what is kept of it; nothing is compiled here."""
+"""The order in which candidates are compiled, what ends a search, and how all are ranked; nothing is compiled here."""
 
-import dataclasses
 import json
 import threading
 import time
 
 import pytest
 
-from torch_shard._tune.arithmetic import Estimate, Parts
 from torch_shard._tune.cache import Cache, Measured
 from torch_shard._tune.candidates import Candidate
+from torch_shard._tune.estimate import Estimate
 from torch_shard._tune.search import Search
 
-A, B, C = (Candidate((("batch", 8),), name) for name in ("replicated", "fsdp", "replicated + ZeRO-1"))
-A_ONE = Candidate((("batch", 8),), "replicated", scan_layers=False)
-BLOCK = Candidate((("batch", 8),), "replicated", remat="block")
+DEFAULT, B, C = (Candidate((("batch", 8),), name) for name in ("fsdp", "replicated", "replicated + ZeRO-1"))
+B_ONE = Candidate((("batch", 8),), "replicated", scan_layers=False, in_loops=False)
+BLOCK = Candidate((("batch", 8),), "fsdp", remat="block")
 
 
-def estimate(seconds: float, memory: float = 10.0) -> Estimate:
-    return Estimate(Parts(memory, 0, 0, 0, 0), seconds, {}, 0.0)
-
-
-def search(found, estimates, seconds=20.0, cache=None):
+def search(found, estimates, seconds=20.0, cache=None, limit=None):
     """A search in which compiling a candidate gives what `found` has for it, or raises it."""
     asked = []
 
     def prepare(candidate):
         asked.append(candidate)
-        if isinstance(found[candidate], Exception):
+        if isinstance(found[candidate], BaseException):
             raise found[candidate]
         return lambda: found[candidate]
 
-    made = Search(prepare, estimates, cache or Cache(None, {}), time.monotonic() + seconds)
-    return made, asked
+    made = {c: own if isinstance(own, Estimate) else Estimate(own, 10.0, 0.0) for c, own in estimates.items()}
+    return Search(prepare, made, cache or Cache(None, {}), time.monotonic() + seconds, limit), asked
 
 
-def test_the_best_is_the_fastest_that_fits():
-    found = {A: Measured(compute=1.0, memory=9, limit=8), B: Measured(compute=2.0, memory=7, limit=8)}
-    made, _ = search(found, {A: estimate(1.0), B: estimate(1.5)})
+def test_the_default_is_compiled_first_and_stays_where_nothing_is_faster():
+    found = {DEFAULT: Measured(compute=1.0), B: Measured(compute=3.0), C: Measured(compute=2.0)}
+    made, asked = search(found, {DEFAULT: 5.0, B: 1.0, C: 2.0})
     made.run()
-    assert made.best == B
-    assert not made.found[A].fits
+    assert asked == [DEFAULT, B, C]
+    assert made.ranking() == [DEFAULT, C, B]
 
 
-def test_what_is_hopeless_by_corrected_estimates_is_not_compiled():
-    found = {A: Measured(compute=2.0), B: Measured(compute=9.0)}
-    made, asked = search(found, {A: estimate(1.0), B: estimate(1.9)})
+def test_others_follow_by_estimates_that_are_corrected_by_what_was_compiled():
+    found = {DEFAULT: Measured(compute=2.0), C: Measured(compute=1.0)}
+    made, asked = search(found, {DEFAULT: 1.0, B: 1.9, C: 0.9})
     made.run()
-    assert asked == [A]
-    assert "1.90 x the best" in made.passed[B]
+    assert asked == [DEFAULT, C]  # B is likely to take 3.8, where the best takes 1
+    assert made.seconds(B) == pytest.approx(3.8)
+    assert made.ranking() == [C, DEFAULT, B]
 
 
-def test_another_way_to_run_the_best_is_tried_before_what_is_slower_by_arithmetic():
-    found = {A: Measured(compute=1.0), A_ONE: Measured(compute=0.8), B: Measured(compute=1.3)}
-    made, asked = search(found, {A: estimate(1.0), A_ONE: estimate(1.0), B: estimate(1.2)})
+def test_a_loop_is_compiled_before_the_same_layers_one_by_one():
+    found = {DEFAULT: Measured(compute=1.0), B: Measured(compute=0.9), B_ONE: Measured(compute=0.7)}
+    made, asked = search(found, {DEFAULT: 1.0, B_ONE: 0.8, B: 1.0})
     made.run()
-    assert asked == [A, A_ONE, B]
-    assert made.best == A_ONE
+    assert asked == [DEFAULT, B, B_ONE]
 
 
-def test_what_needs_more_than_one_that_does_not_fit_is_passed():
-    found = {BLOCK: Measured(memory=9, limit=8, refused="too large"), B: Measured(compute=1.0)}
-    made, asked = search(found, {BLOCK: estimate(0.5, 5), A: estimate(0.6, 9), B: estimate(1.0)})
+def test_what_does_not_fit_is_last_and_what_is_likely_too_large_is_compiled_last():
+    sizes = {DEFAULT: 27, B: 12, BLOCK: 8}
+    found = {candidate: Measured(compute=1.0, memory=size) for candidate, size in sizes.items()}
+    estimates = {DEFAULT: Estimate(0.5, 9, 0), B: Estimate(0.6, 7, 0), BLOCK: Estimate(0.7, 8, 0)}
+    made, asked = search(found, estimates, limit=16)
     made.run()
-    assert asked == [BLOCK, B]
-    assert made.passed[A] == "needs no less than remat=block, which does not fit"
+    assert asked == [DEFAULT, BLOCK, B]  # of the first three times as much as by arithmetic, so that B would take 21
+    assert made.ranking()[-1] == DEFAULT
 
 
-def test_what_is_likely_too_large_by_what_was_found_of_its_kind_comes_last():
-    sizes = {A: 27, B: 8, BLOCK: 12}
-    found = {candidate: Measured(compute=1.0, memory=size, limit=16) for candidate, size in sizes.items()}
-    made, asked = search(found, {A: estimate(0.5, 9), B: estimate(0.6, 7), BLOCK: estimate(0.7, 8)})
+def test_what_cannot_be_compiled_says_why_and_is_last():
+    found = {DEFAULT: Measured(compute=1.0), B: NotImplementedError("not this one."), C: Measured(refused="by XLA")}
+    made, _ = search(found, {DEFAULT: 1.0, B: 0.5, C: 0.6})
     made.run()
-    assert asked == [A, BLOCK, B]  # of A three times as much as by arithmetic, so that B would take 21
+    assert made.found[B].refused == "refused: not this one."
+    assert made.ranking() == [DEFAULT, B, C]
 
 
-def test_a_candidate_that_is_refused_has_its_reason():
-    found = {A: NotImplementedError("not this one."), B: Measured(compute=1.0)}
-    made, _ = search(found, {A: estimate(0.5), B: estimate(1.0)})
-    made.run()
-    assert (made.best, made.passed[A]) == (B, "refused: not this one.")
-
-
-def test_where_all_are_refused_the_first_error_is_raised():
-    made, _ = search({c: ValueError(str(c)) for c in (A, B, C)}, {A: estimate(1), B: estimate(1.1), C: estimate(1.2)})
-    with pytest.raises(ValueError, match="replicated, remat"):
+def test_an_estimate_is_recommended_only_where_it_is_twice_as_fast():
+    waits = threading.Event()
+    for seconds, best in ((0.6, DEFAULT), (0.4, B)):
+        made, _ = search({}, {DEFAULT: 1.0, B: seconds}, seconds=0.3)
+        made.found[DEFAULT] = Measured(compute=1.0)
+        made.prepare = lambda _: lambda: (waits.wait(5), Measured())[1]
         made.run()
+        assert made.ranking()[0] == best
+    waits.set()
 
 
-def test_the_best_of_what_is_scaled_is_compiled_whole_and_then_the_next_if_it_is_better():
-    scaled = {A: Measured(compute=1.0, scaled="2 and 3 of 12"), B: Measured(compute=1.1, scaled="2 and 3 of 12")}
-    whole = {A: Measured(compute=1.2), B: Measured(compute=1.15)}
-    made, _ = search(scaled, {A: estimate(1.0), B: estimate(1.1)})
-    made.whole = lambda candidate: lambda: whole[candidate]
+def test_a_search_without_time_ranks_by_arithmetic_the_default_before_what_is_not_much_faster():
+    made, asked = search({}, {DEFAULT: 1.0, B: 0.9, C: 0.4}, seconds=-1.0)
     made.run()
-    assert (made.best, {c: found.compute for c, found in made.found.items()}) == (B, {A: 1.2, B: 1.15})
-
-
-def test_the_best_is_not_compiled_whole_without_time_for_it(monkeypatch):
-    made, _ = search({A: Measured(compute=1.0, scaled="2 and 3 of 12")}, {A: estimate(1.0)}, seconds=30)
-    monkeypatch.setattr(made, "_compile", lambda candidate, job: dataclasses.replace(job(), took=20.0))
-    made.whole = None
-    made.run()
-    made.whole = lambda candidate: lambda: Measured(compute=2.0)
-    made.run()
-    assert made.found[A].scaled
+    assert (asked, made.ranking()) == ([], [C, DEFAULT, B])
 
 
 def test_what_is_known_is_not_compiled_again(tmp_path):
     cache = Cache(tmp_path / "new", {"model": 1})
-    first, asked = search({A: Measured(compute=1.0, collectives={"all-gather": 2})}, {A: estimate(1.0)}, cache=cache)
-    first.run()
-    again, asked = search({A: Measured(compute=1.0)}, {A: estimate(1.0)}, cache=cache)
-    again.run()
-    assert asked == []
-    assert again.found[A].collectives == {"all-gather": 2}
-    other, asked = search({A: Measured(compute=1.0)}, {A: estimate(1.0)}, cache=Cache(tmp_path / "new", {"model": 2}))
-    other.run()
-    assert asked == [A]
+    for other, wanted in ((cache, [DEFAULT]), (cache, []), (Cache(tmp_path / "new", {"model": 2}), [DEFAULT])):
+        made, asked = search({DEFAULT: Measured(compute=1.0, memory=3)}, {DEFAULT: 1.0}, cache=other)
+        made.run()
+        assert asked == wanted
+        assert (made.found[DEFAULT].compute, made.found[DEFAULT].memory) == (1.0, 3)
 
 
-@pytest.mark.parametrize("change", ["", "[]", '{"format": 0}', {"memory": "8"}, {"compute": None}, {"more": 1}])
+@pytest.mark.parametrize("change", ["", "[]", "{}", {"memory": "many"}, {"compute": None}])
 def test_a_damaged_file_is_made_anew(tmp_path, change, caplog):
     cache = Cache(tmp_path, {})
-    cache.write(A, Measured(compute=1.0))
+    cache.write(DEFAULT, Measured(compute=1.0))
     (path,) = tmp_path.iterdir()
-    found = json.loads(path.read_text())
-    fields = {**found, "measured": {**found["measured"], **change}} if isinstance(change, dict) else None
-    path.write_text(json.dumps(fields) if fields else change)
-    assert cache.read(A) is None
-    assert not fields or "is made anew" in caplog.text
+    path.write_text(change if isinstance(change, str) else json.dumps({**json.loads(path.read_text()), **change}))
+    assert cache.read(DEFAULT) is None
+    assert "is made anew" in caplog.text
 
 
 def test_an_interrupt_leaves_the_best_so_far():
-    def prepare(candidate):
-        if candidate == B:
-            raise KeyboardInterrupt
-        return lambda: Measured(compute=1.0)
-
-    made = Search(prepare, {A: estimate(1.0), B: estimate(1.1)}, Cache(None, {}), time.monotonic() + 20)
+    made, _ = search({DEFAULT: Measured(compute=1.0), B: KeyboardInterrupt()}, {DEFAULT: 1.0, B: 1.1})
     made.run()
-    assert (made.best, made.interrupted) == (A, True)
-
-
-def test_an_interrupt_before_anything_is_known_is_one():
-    def prepare(candidate):
-        raise KeyboardInterrupt
-
-    made = Search(prepare, {A: estimate(1.0)}, Cache(None, {}), time.monotonic() + 20)
+    assert (made.ranking()[0], made.interrupted) == (DEFAULT, True)
+    made, _ = search({DEFAULT: KeyboardInterrupt()}, {DEFAULT: 1.0})
     with pytest.raises(KeyboardInterrupt):
         made.run()
 
 
 def test_what_is_not_ready_in_time_is_not_waited_for_but_noted_later(tmp_path):
     go, cache = threading.Event(), Cache(tmp_path, {})
-    made = Search(
-        lambda _: lambda: (go.wait(20), Measured(compute=1.0))[1], {A: estimate(1.0)}, cache, time.monotonic() + 0.2
-    )
+    made, _ = search({}, {DEFAULT: 1.0}, seconds=0.2, cache=cache)
+    made.prepare = lambda _: lambda: (go.wait(20), Measured(compute=1.0))[1]
     made.run()
-    assert (made.best, made.passed[A]) == (None, "still compiling when the time was over")
+    assert made.found == {}
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "tune")
     go.set()
     until = time.monotonic() + 20
-    while cache.read(A) is None and time.monotonic() < until:
+    while cache.read(DEFAULT) is None and time.monotonic() < until:
         time.sleep(0.01)
-    assert cache.read(A) is not None
+    assert cache.read(DEFAULT) is not None

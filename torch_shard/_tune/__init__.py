@@ -1,4 +1,4 @@
-"""Which mesh, plan and options a step is to have: enumerated, pruned by arithmetic, the most promising compiled."""
+"""Which mesh, plan and options a step is to have: the default compiled first, others by arithmetic."""
 
 from torch_shard._tune.tune import tune
 from torch_shard._tune.tuning import Tuning, load_tuned

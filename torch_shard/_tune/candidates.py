@@ -1,15 +1,12 @@
 """What may be chosen: meshes, recipes, and how layers run; a choice is a few words, from which its options are made."""
 
-# PyTorch annotates some of its functions in part.
-# pyright: reportUnknownMemberType=false
-
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from torch import nn
 
 from torch_shard._plans import expert, fsdp, fsdp_tp, hsdp, quietly, replicated, tp
@@ -18,7 +15,9 @@ from torch_shard._sharding import ShardingPlan
 Make = Callable[[nn.Module, Mesh], ShardingPlan]
 
 DATA, BOTH, HYBRID = ("batch",), ("batch", "model"), ("replica", "batch")
-MICROBATCHES = (1, 2, 4, 8, 16)
+
+WIDEST = 16
+"""An axis `model` has at most so many devices: what it sends is waited for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +39,9 @@ class Recipe:
 _tp, _fsdp_tp = (functools.partial(recipe, pad_vocab=True) for recipe in (tp, fsdp_tp))
 
 RECIPES: dict[str, Recipe] = {
+    "fsdp": Recipe(DATA, fsdp),
     "replicated": Recipe(DATA, replicated),
     "replicated + ZeRO-1": Recipe(DATA, replicated, fsdp),
-    "fsdp": Recipe(DATA, fsdp),
     "hsdp": Recipe(HYBRID, hsdp),
     "hsdp + ZeRO-1": Recipe(HYBRID, hsdp, functools.partial(fsdp, fsdp=("batch", "replica"))),
     "tp": Recipe(BOTH, _tp),
@@ -53,6 +52,7 @@ RECIPES: dict[str, Recipe] = {
     "expert(tp)": Recipe(BOTH, functools.partial(expert, tp="model")),
     "expert(tp, sequence)": Recipe(BOTH, functools.partial(expert, tp="model", sequence=True)),
 }
+"""The first is the default: what a user takes who does not tune, on one axis with all devices."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,16 +62,16 @@ class Candidate:
     Attributes:
         axes: Names and sizes of the mesh's axes.
         recipe: One of `RECIPES`.
-        remat: As `make_train_step` takes it, as the next two.
+        remat: As `make_train_step` takes it, as the next one.
         scan_layers: See there.
-        accumulate_steps: See there.
+        in_loops: Whether layers that are alike run in loops, which compile in a fraction of the time.
     """
 
     axes: tuple[tuple[str, int], ...]
     recipe: str
     remat: str | int = "none"
     scan_layers: bool | str = "auto"
-    accumulate_steps: int = 1
+    in_loops: bool = True
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -88,16 +88,9 @@ class Candidate:
         """What it has in common with those that differ in how layers run."""
         return self.axes, self.recipe
 
-    @property
-    def mesh_text(self) -> str:
-        """The mesh, in words."""
-        return ", ".join(f"{name}={size}" for name, size in self.axes)
-
     def __str__(self) -> str:
-        parts = [f"({self.mesh_text}) {self.recipe}", f"remat={self.remat}"]
-        parts += [f"scan_layers={self.scan_layers}"] if self.scan_layers != "auto" else []
-        parts += [f"accumulate_steps={self.accumulate_steps}"] if self.accumulate_steps > 1 else []
-        return ", ".join(parts)
+        mesh = ", ".join(f"{name}={size}" for name, size in self.axes)
+        return f"({mesh}) {self.recipe}, remat={self.remat}, {'in loops' if self.in_loops else 'one by one'}"
 
     def options(self, model: nn.Module, mesh: Mesh) -> dict[str, Any]:
         """Keyword arguments of `make_train_step`.
@@ -107,64 +100,50 @@ class Candidate:
             mesh: With these axes.
         """
         recipe = RECIPES[self.recipe]
-        made: dict[str, Any] = {"mesh": mesh}
+        made: dict[str, Any] = {"mesh": mesh, "remat": self.remat, "scan_layers": self.scan_layers}
         with quietly():
             made["plan"] = recipe.plan(model, mesh)
             if recipe.optimizer_plan is not None:
                 made["optimizer_plan"] = recipe.optimizer_plan(model, mesh)
-        if "replica" in self.sizes:
-            made["batch_spec"] = PartitionSpec(("replica", "batch"))
-        how = {"remat": self.remat, "scan_layers": self.scan_layers, "accumulate_steps": self.accumulate_steps}
-        return {**made, **how}
+        return made
 
 
-def families(num_devices: int, *, has_experts: bool, fixed: Mapping[str, Any]) -> Iterator[Candidate]:
-    """Every mesh with every recipe for it; with experts, `expert(tp)` for `fsdp_tp`, as that one advises.
+def families(num_devices: int, *, has_experts: bool, has_spec: bool) -> Iterator[Candidate]:
+    """Every mesh with every recipe for it that makes a program of its own, the default first.
 
     Args:
         num_devices: All of which are used.
-        has_experts: Whether the model has experts in one tensor.
-        fixed: Options that the user gave.
+        has_experts: Whether the model has experts in one tensor: `expert(tp)` is then for `fsdp_tp`, as that advises.
+        has_spec: Whether the user says how the batch is split.
     """
-    sizes = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
+    sizes = [size for size in range(2, num_devices + 1) if num_devices % size == 0]
     for name, recipe in RECIPES.items():
         if name.startswith("fsdp_tp" if has_experts else "expert"):
             continue
-        if recipe.axes == DATA:
+        if recipe.axes == DATA and (sizes or name == "fsdp"):
             yield Candidate((("batch", num_devices),), name)
+        elif recipe.axes == HYBRID and not has_spec:
+            yield from (Candidate((("replica", num_devices // n), ("batch", n)), name) for n in sizes[:-1])
         elif recipe.axes == BOTH:
-            yield from (Candidate((("batch", num_devices // n), ("model", n)), name) for n in sizes if n > 1)
-        elif fixed.get("batch_spec") is None:
-            inner = [n for n in sizes if 1 < n < num_devices]
-            yield from (Candidate((("replica", num_devices // n), ("batch", n)), name) for n in inner)
+            widths = [n for n in sizes if n <= WIDEST and (n < num_devices or name == "tp")]
+            yield from (Candidate((("batch", num_devices // n), ("model", n)), name) for n in widths)
 
 
 def variants(
-    family: Candidate,
-    *,
-    layers: Sequence[int],
-    auto_is_loop: bool,
-    most: int,
-    microbatches: Iterable[int],
-    fixed: Mapping[str, Any],
+    family: Candidate, loops: Sequence[bool], *, auto_is_loop: bool, fixed: Mapping[str, Any]
 ) -> Iterator[Candidate]:
-    """All ways in which the layers of a family may run.
+    """The ways in which the layers of a family may run, that of the default first.
 
     Args:
         family: A mesh and a recipe.
-        layers: Number of repeated layers of each kind.
-        auto_is_loop: Whether layers that compute nothing again become loops if nobody says it.
-        most: So many layers may run one by one.
-        microbatches: Numbers to choose from.
+        loops: Whether layers run in loops; never, if none are alike.
+        auto_is_loop: Whether they do where nobody says it, and nothing is computed again.
         fixed: Options that the user gave.
     """
-    remats: Sequence[Any] = ("none", "dots", "block") if any(num > 1 for num in layers) else ("none",)
-    loops: Sequence[Any] = ("auto", False) if 0 < sum(layers) <= most else ("auto",)
-    choices = {"remat": remats, "scan_layers": loops, "accumulate_steps": tuple(microbatches)}
-    choices = {name: (fixed[name],) if name in fixed else found for name, found in choices.items()}
-    for values in itertools.product(*choices.values()):
-        made = dataclasses.replace(family, **dict(zip(choices, values, strict=True)))
-        is_loop = auto_is_loop or made.remat != "none"
-        if "scan_layers" not in fixed and made.scan_layers == "auto" and loops[1:] and not is_loop:
-            made = dataclasses.replace(made, scan_layers=True)
-        yield made
+    remats = (fixed["remat"],) if "remat" in fixed else ("none", "dots", "block") if True in loops else ("none",)
+    for remat, in_loops in itertools.product(remats, loops):
+        if in_loops and remat == "none" and not auto_is_loop and len(loops) > 1:
+            continue  # few layers on TPUs are slower so
+        is_auto = in_loops == (auto_is_loop or remat != "none")
+        scan = fixed.get("scan_layers", "auto" if is_auto else in_loops)
+        yield dataclasses.replace(family, remat=remat, scan_layers=scan, in_loops=in_loops)

@@ -1,299 +1,165 @@
-"""A model to be tuned on some devices: what is judged, compiled and said of it."""
+"""A model to be tuned on some devices: which candidates there are, their steps, and what a compiler says of one."""
 
-# JAX, PyTorch and optax annotate some of their functions in part.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-
-import dataclasses
-import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
-import optax
-import torch
-from jax.sharding import Mesh
 from torch import nn
 
-from torch_shard._capture import Precision
 from torch_shard._common.caller import caller
 from torch_shard._common.types import Device, PyTree
 from torch_shard._cost import Preview
 from torch_shard._loss import flatten_batch
 from torch_shard._plans import experts_of, layers_of
-from torch_shard._sharding import LossFn, holdings, make_mesh, memory_of
-from torch_shard._train import make_train_step
-from torch_shard._tune.arithmetic import Estimate, Model, estimate
-from torch_shard._tune.cache import Cache, Measured, describe_batch, describe_entries, extrapolated, versions
-from torch_shard._tune.candidates import MICROBATCHES, Candidate
-from torch_shard._tune.chips import GIB, Chip, chip_of, compute_seconds, exposed_seconds
-from torch_shard._tune.facts import Facts, alike_layers, facts_by_layers, facts_of
-from torch_shard._tune.layers import Repeats, Shorter, find_repeats, shorten
-from torch_shard._tune.products import PASSES
-from torch_shard._tune.prune import Pruning
-from torch_shard._tune.search import Search
-from torch_shard._tune.tuning import Choice, Pruned, Tuning, budgets_of
+from torch_shard._scan import LayerOptions
+from torch_shard._sharding import ResolvedPlan, axes_of, make_mesh, memory_of
+from torch_shard._train import TrainStep
+from torch_shard._tune.cache import Measured, describe_entries
+from torch_shard._tune.candidates import Candidate, families, variants
+from torch_shard._tune.estimate import Chip, Estimate, Facts, chip_of, estimate, facts_of
+from torch_shard._tune.tuning import GIB
 
-logger = logging.getLogger(__name__)
+ROOM = 0.5
+"""With memory by arithmetic below this part of the limit there is no reason to compute again."""
 
-SIZES = (2, 3)
-"""So many iterations of the loops of a model are compiled, where the others follow."""
+ONE_BY_ONE = 32
+"""More layers than these take too long to compile one by one."""
 
-MANY = 13
-"""Fewer iterations are compiled whole in the time that two programs with `SIZES` take."""
-
-ESTIMATES = (
-    "These devices' compiler counts no cycles: compute is the larger of flops over the peak and memory traffic over "
-    "the bandwidth, and everything that is received counts as exposed. Memory and bytes received are the compiler's."
-)
+MOST = 40
+"""So many candidates are looked at, the fastest by arithmetic of those that may fit."""
 
 
 class Task:
     """A model to be tuned, and the devices.
 
     Args:
-        model: As `tune` takes it, as the next three.
-        loss_fn: See there.
-        optimizer: See there.
-        batch: See there.
+        make: `make_train_step` of model, loss and optimizer; it takes the options.
+        model: The model.
+        batch: As `tune` takes it.
         devices: In the order of their numbers.
         options: That the user gave.
+
+    Raises:
+        ValueError: The batch divides over no mesh, or parameters and moments fit nowhere.
     """
 
     def __init__(
         self,
+        make: Callable[..., TrainStep],
         model: nn.Module,
-        loss_fn: LossFn,
-        optimizer: optax.GradientTransformation | torch.optim.Optimizer,
         batch: PyTree,
         *,
         devices: Sequence[Device],
         options: Mapping[str, Any],
     ) -> None:
-        self.model, self.loss_fn, self.optimizer, self.batch = model, loss_fn, optimizer, batch
-        self.devices, self.options = devices, options
+        self._make, self.model, self.batch, self.devices, self.options = make, model, batch, devices, options
         self.chip: Chip = chip_of(devices[0])
-        self._meshes: dict[tuple[tuple[str, int], ...], Mesh] = {}
-        self._shorter: dict[int, Shorter] = {}
-        self.repeats: Repeats | None = self._find_repeats()
-        self.facts: Facts = self._find_facts()
-        self._num_moments, self._optimizer = self._optimizer_state()
-
-    def _find_repeats(self) -> Repeats | None:
-        mesh = self.mesh(Candidate((("batch", len(self.devices)),), "replicated"))
-        found = find_repeats(self.model, self.loss_fn, self.batch, self._precision(), mesh=mesh)
-        return found if found is not None and found.num > SIZES[-1] else None
-
-    def _find_facts(self) -> Facts:
-        given = self.model, self.loss_fn, self.batch, self._precision()
-        if self.repeats is not None:
-            try:
-                shorter = [self._shorten(num) for num in (1, 2)]
-                return facts_by_layers(*given, shorter=shorter, num=self.repeats.num)
-            except Exception as error:  # a model that cannot run with fewer layers: it is taken whole
-                logger.info("tune: with fewer layers the loss cannot be captured: %s", error)
-                self.repeats = None
-        return facts_of(*given, alike=alike_layers(self.model))
-
-    def _shorten(self, num: int) -> Shorter:
-        """A copy of the model with so many iterations of its loops."""
-        assert self.repeats is not None
-        if num not in self._shorter:
-            self._shorter[num] = shorten(self.model, self.optimizer, self.repeats, num)
-        return self._shorter[num]
-
-    def mesh(self, candidate: Candidate) -> Mesh:
-        """The mesh of a candidate."""
-        if candidate.axes not in self._meshes:
-            self._meshes[candidate.axes] = make_mesh(self.devices, topology=None, **candidate.sizes)
-        return self._meshes[candidate.axes]
+        self.limit: int | None = memory_of(devices[0])
+        self.pruned = dict[str, str]()
+        self._plans = dict[object, tuple[dict[str, Any], ResolvedPlan, ResolvedPlan]]()
+        found = list(self._find_candidates())
+        self._refuse_if_none(found)
+        step = self.step(found[0])
+        self._ready = {found[0]: step.previewing(batch)}
+        self.facts: Facts = facts_of(step)
+        self.estimates: dict[Candidate, Estimate] = self._estimate(found)
+        self._refuse_if_none(self.estimates)
 
     def options_of(self, candidate: Candidate) -> dict[str, Any]:
         """Keyword arguments of `make_train_step`."""
-        return {**candidate.options(self.model, self.mesh(candidate)), **self.options}
+        how = {"remat": candidate.remat, "scan_layers": candidate.scan_layers}
+        return {**self._plans[candidate.family][0], **how, **self.options}
 
-    def prune(self) -> Pruning:
-        """Judge all candidates by arithmetic."""
-        leaves, _ = flatten_batch(self.batch)
-        rows = tuple(dict.fromkeys(np.shape(leaf)[0] for leaf in leaves if np.ndim(leaf)))
-        return Pruning(
-            self._known(),
-            self.chip,
-            memory_of(self.devices[0]),
-            self.mesh,
-            has_experts=any(experts_of(layer) for _, layer in layers_of(self.model)),
-            microbatches=(1,) if self._has_batch_norm() else MICROBATCHES,
-            rows=() if self.options.get("batch_spec") is not None else rows,
-            fixed=self.options,
-        )
-
-    def estimate(self, candidate: Candidate) -> Estimate:
-        """What arithmetic says of one candidate."""
-        mesh = self.mesh(candidate)
-        made = candidate.options(self.model, mesh)
-        plans = [made[name].resolve(self.model, mesh) for name in ("plan", "optimizer_plan") if name in made]
-        return estimate(self._known(), candidate, plans[0], plans[-1], chip=self.chip)
-
-    def _known(self) -> Model:
-        itemsize = 4 if self.options.get("compute_dtype") is None else 2
-        trainable = frozenset(holdings(self.model).trainable)
-        return Model(self.facts, self.model, self._num_moments, itemsize, trainable, self.repeats)
+    def prepare(self, candidate: Candidate) -> Callable[[], Measured]:
+        """Capture a step; the rest compiles it, and may run in another thread."""
+        rest = self._ready.pop(candidate, None) or self.step(candidate).previewing(self.batch)
+        return lambda: self._measured(rest())
 
     def about(self) -> dict[str, object]:
-        """What all that is found depends on, beside the candidate."""
+        """What all that is found depends on, beside the candidate and versions."""
         return {
             "program": self.facts.fingerprint,
             "model": describe_entries(self.model),
-            "batch": describe_batch(self.batch),
-            "optimizer": self._optimizer,
-            "options": {name: repr(value) for name, value in self.options.items()},
-            "devices": (len(self.devices), str(getattr(self.devices[0], "device_kind", "")), self._coordinates()),
-            "versions": versions(),
+            "options": dict(self.options),
+            "devices": [getattr(self.devices[0], "device_kind", ""), *self.devices],
         }
 
-    def prepare(self, candidate: Candidate) -> Callable[[], Measured]:
-        """Capture a step, or two with a few layers of it where many run one by one; the rest compiles them.
+    def _find_candidates(self) -> Iterator[Candidate]:
+        """What divides, the default first."""
+        leaves, _ = flatten_batch(self.batch)
+        has_spec = self.options.get("batch_spec") is not None
+        rows = [] if has_spec else sorted({np.shape(leaf)[0] for leaf in leaves if np.ndim(leaf)})
+        has_experts = any(experts_of(layer) for _, layer in layers_of(self.model))
+        loops, auto = self._loops()
+        for family in families(len(self.devices), has_experts=has_experts, has_spec=has_spec):
+            try:
+                self._plans[family.family] = self._resolve(family, rows)
+            except (ValueError, NotImplementedError) as error:
+                self.pruned[str(family)] = " ".join(str(error).split())[:200]
+            else:
+                yield from variants(family, loops, auto_is_loop=auto, fixed=self.options)
 
-        A loop takes as long to compile however often it runs.
-        """
-        is_long = self.repeats is not None and self.repeats.num >= MANY
-        return (self.prepare_scaled if is_long and candidate.scan_layers is False else self.prepare_whole)(candidate)
+    def _resolve(self, family: Candidate, rows: Sequence[int]) -> tuple[dict[str, Any], ResolvedPlan, ResolvedPlan]:
+        """Options of a mesh and a recipe, and how they split parameters and the optimizer's state."""
+        shards = family.data_shards * self.options.get("accumulate_steps", 1)
+        if uneven := [num for num in rows if num % shards]:
+            raise ValueError(f"{uneven[0]} rows do not divide over {shards} shards")
+        mesh = make_mesh(self.devices, topology=None, **family.sizes)
+        made = family.options(self.model, mesh)
+        split = [made[name].resolve(self.model, mesh) for name in ("plan", "optimizer_plan") if name in made]
+        axes = {axis for entry in split[0].entries.values() for axis in axes_of(entry.padded_spec)}
+        if "model" in family.sizes and "model" not in axes:
+            raise ValueError("nothing divides over model, and its devices would all do the same")
+        return made, split[0], split[-1]
 
-    def prepare_scaled(self, candidate: Candidate) -> Callable[[], Measured]:
-        """Capture two steps with a few layers; the rest compiles both, and says what the whole takes."""
-        assert self.repeats is not None
-        num = self.repeats.num
-        short, long = (self._prepared(candidate, self._shorten(size), size / num) for size in SIZES)
-        return lambda: extrapolated(short(), long(), SIZES, num)
+    def _loops(self) -> tuple[Sequence[bool], bool]:
+        """Whether layers may run in loops, and whether they do if nobody says it."""
+        groups = LayerOptions(scan="auto", remat="block").groups(self.model)
+        num = sum(len(group.members) for group in groups if group.refused is None)
+        auto = num > 0 and LayerOptions().decided(self.model, self.devices[0].platform).scan is not False
+        if not num or "scan_layers" in self.options:
+            return [num > 0 and self.options.get("scan_layers") is not False], auto
+        return [auto] if auto and num > ONE_BY_ONE else [auto, not auto], auto
 
-    def prepare_whole(self, candidate: Candidate) -> Callable[[], Measured]:
-        """Capture a step; the rest compiles it."""
-        whole = Shorter(self.model, self.optimizer, {}, frozenset())
-        return self._prepared(candidate, whole, 1.0)
+    def step(self, candidate: Candidate) -> TrainStep:
+        """The step of a candidate."""
+        return self._make(**self.options_of(candidate))
 
-    def _prepared(self, candidate: Candidate, model: Shorter, share: float) -> Callable[[], Measured]:
-        """The same of a model with this share of the layers."""
-        options = {**candidate.options(model.module, self.mesh(candidate)), **self.options}
-        step = make_train_step(model.module, self.loss_fn, model.optimizer, **options)
-        rest, program = step.previewing(self.batch), step.programs[-1]
-        flags = {name: str(value) for name, value in (program.loss.compiler_options(step.mesh) or {}).items()}
-        attention = share * self.facts.attention * (PASSES + (candidate.remat == "block")) / len(self.devices)
+    def _estimate(self, candidates: Sequence[Candidate]) -> dict[Candidate, Estimate]:
+        """Those that may fit by arithmetic, the default first; what saves memory is for those that may need it."""
+        limit, found = self.limit or math.inf, dict[Candidate, Estimate]()
+        least = dict[object, float]()
+        for candidate in candidates:
+            own = estimate(candidate, *self._plans[candidate.family][1:], self.facts, chip=self.chip)
+            needed = least.setdefault(candidate.family, own.memory)
+            if own.state > limit:
+                state = f"parameters and moments alone need {own.state / GIB:.2f} of {limit / GIB:.2f} GiB"
+                self.pruned[str(candidate)] = state
+            elif candidate.remat == candidates[0].remat or needed > ROOM * limit:
+                found[candidate] = own
 
-        def measured() -> Measured:
-            found = self._measured(candidate, rest(), attention)
-            return dataclasses.replace(found, flags=flags, loops=bool(program.loops))
+        def slowness(candidate: Candidate) -> tuple[bool, float]:
+            own = found[candidate]
+            return candidate != candidates[0], own.seconds * max(1.0, own.memory / limit) ** 2
 
-        return measured
+        return {candidate: found[candidate] for candidate in sorted(found, key=slowness)[:MOST]}
 
-    def search(self, pruning: Pruning, cache: Cache, deadline: float) -> Search:
-        """A search among what pruning has left.
-
-        Args:
-            pruning: Of this task.
-            cache: Of what is known.
-            deadline: By `time.monotonic`.
-        """
-        return Search(self.prepare, pruning.estimates, cache, deadline, self.prepare_whole)
-
-    def tuning(self, search: Search, pruning: Pruning, where: str, minutes: float) -> Tuning:
-        """What was found.
-
-        Raises:
-            ValueError: Nothing fits, or nothing was compiled in time.
-        """
-        if search.best is None:
-            raise ValueError(_nothing_fits(search, minutes))
-        found = search.found
-        ordered = sorted(found, key=lambda c: (found[c].seconds, found[c].memory, str(c)))
-        choices = {candidate: self._choice(candidate, search) for candidate in ordered}
-        pruned = [*pruning.pruned, *(Pruned(str(c), why, "not compiled") for c, why in search.passed.items())]
-        left = {c: made for c, made in search.estimates.items() if c not in found and c not in search.passed}
-        late = [f"no time was left; about {made.seconds * 1e3:.3g} ms by arithmetic" for made in left.values()]
-        pruned += [Pruned(str(c), why, "late") for c, why in zip(left, late, strict=True)]
-        return Tuning(
-            choices=tuple(choice for choice in choices.values() if choice.found and choice.found.fits),
-            too_large=tuple(choice for choice in choices.values() if choice.found and not choice.found.fits),
-            pruned=tuple(pruned),
-            notes=tuple(self._notes(search)),
-            where=where,
-            fixed=self.options,
-            model=self.model,
-        )
-
-    def _choice(self, candidate: Candidate, search: Search) -> Choice:
-        found = search.found[candidate]
-        return Choice(self.options_of(candidate), budgets_of(found), candidate, found, search.estimates[candidate])
-
-    def _notes(self, search: Search) -> list[str]:
-        notes = ["Interrupted: this is the best so far."] if search.interrupted else []
-        notes += [ESTIMATES] if not self.chip.has_cycles else []
-        if any(found.scaled for found in search.found.values()):
-            notes.append(
-                "Times and memory with ~ are scaled from programs with as many layers as is said, of which the others "
-                "are proved to be repetitions. Before you rely on one, see step.preview of the whole."
+    def _refuse_if_none(self, left: Sequence[Candidate] | Mapping[Candidate, Estimate]) -> None:
+        if not left:
+            reasons = [f"{what}: {why}" for what, why in list(self.pruned.items())[:8]]
+            raise ValueError(
+                "\n  ".join([f"{caller()}: nothing is left to choose from:", *reasons])
+                + "\nTake a number of rows that the devices divide, more devices, or an optimizer that keeps less."
             )
-        if self._has_batch_norm() and "accumulate_steps" not in self.options:
-            notes.append("Batch norm: microbatches would change its statistics, and were not considered.")
-        return notes
 
-    def _measured(self, candidate: Candidate, preview: Preview, attention: float) -> Measured:
-        axes = sum(size > 1 for size in candidate.sizes.values())
-        found = Measured(memory=preview.memory.peak, limit=preview.limit)
+    def _measured(self, preview: Preview) -> Measured:
+        """What the compiler says, in seconds."""
         if preview.compiled is None:
-            return dataclasses.replace(found, refused=preview.refused)
-        clock = self.chip.clock or 1.0
-        return dataclasses.replace(
-            found,
-            exposed_by_axis={axis: cycles / clock for axis, cycles in preview.exposed_by_axis.items()},
-            compute=compute_seconds(preview, self.chip, attention),
-            exposed=exposed_seconds(preview, self.chip, axes),
-            received=preview.collective_bytes,
-            cycles=preview.cycles,
-            collectives=preview.collectives,
-        )
-
-    def _precision(self) -> Precision:
-        return Precision(self.options.get("compute_dtype"), self.options.get("mixed_precision", "autocast"))
-
-    def _optimizer_state(self) -> tuple[float, str]:
-        """Bytes of the optimizer's state for each byte of parameters, and what it is."""
-        candidate = Candidate((("batch", len(self.devices)),), "replicated")
-        given = {name: value for name, value in self.options.items() if name not in ("scan_layers", "remat")}
-        options = {
-            **candidate.options(self.model, self.mesh(candidate)),
-            **given,
-            "scan_layers": False,
-            "remat": "none",
-        }
-        structs = make_train_step(self.model, self.loss_fn, self.optimizer, **options).structs
-        leaves: list[Any] = jax.tree.leaves(structs.opt_state)
-        held, own = (
-            sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in found)
-            for found in (leaves, jax.tree.leaves(structs.params))
-        )
-        kind = getattr(getattr(self.optimizer, "update", None), "__qualname__", type(self.optimizer).__qualname__)
-        return held / max(own, 1), f"{kind} {structs.opt_state}"
-
-    def _has_batch_norm(self) -> bool:
-        return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.model.modules())  # pyright: ignore
-
-    def _coordinates(self) -> object:
-        return [getattr(device, "coords", None) for device in self.devices]
-
-
-def _nothing_fits(search: Search, minutes: float) -> str:
-    sizes = {candidate: found for candidate, found in search.found.items() if found.memory}
-    if not sizes:
-        return (
-            f"{caller()}: minutes={minutes:g} were too few for one compilation: {len(search.passed)} are under way, "
-            "and none has ended. Give more minutes; with cache=, what ends later is noted there."
-        )
-    least = min(sizes, key=lambda candidate: sizes[candidate].memory)
-    found, parts = sizes[least], search.estimates[least].memory
-    limit = (found.limit or 0) / GIB
-    return (
-        f"{caller()}: none of the {len(sizes)} candidates that were compiled fits into {limit:.2f} GiB. The smallest "
-        f"is {least}, with {found.memory / GIB:.2f} GiB; by arithmetic, in GiB: {parts}. Take more devices, a smaller "
-        "batch, or compute_dtype=torch.bfloat16."
-    )
+            return Measured(memory=preview.memory.peak, refused=preview.refused)
+        chip = self.chip
+        compute = max(preview.flops / chip.flops, preview.memory_bytes / chip.bandwidth)
+        exposed = preview.collective_bytes / chip.link
+        if chip.clock is not None and preview.exposed is not None:
+            compute, exposed = preview.cycles / chip.clock, preview.exposed / chip.clock
+        return Measured(preview.memory.peak, compute, exposed, preview.collective_bytes, preview.cycles)

@@ -3,11 +3,12 @@
 # JAX, PyTorch and optax annotate some of their functions in part.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 
+import functools
 import inspect
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,21 +20,23 @@ from torch_shard._common.caller import caller, public
 from torch_shard._common.types import Device, PyTree
 from torch_shard._common.validate import check_directory, check_kind
 from torch_shard._common.wrappers import check_module
-from torch_shard._device import refuse_meta
 from torch_shard._loss import check_loss_fn, flatten_batch
 from torch_shard._sharding import LossFn, holdings, make_mesh
 from torch_shard._train import make_train_step
 from torch_shard._tune.cache import Cache
+from torch_shard._tune.candidates import Candidate
 from torch_shard._tune.measure import measured_choices
 from torch_shard._tune.search import Search
 from torch_shard._tune.task import Task
-from torch_shard._tune.tuning import Tuning
+from torch_shard._tune.tuning import Choice, Tuning, budgets_of
 
 CHOSEN = ("mesh", "plan", "optimizer_plan")
 """Options that are found; others may be given."""
 
-SECONDS = (2.0, 0.05)
-"""A compilation for TPUs takes at least so long, and so long for each operator: one at a time, on a fast core."""
+ESTIMATES = (
+    "These devices' compiler counts no cycles: compute is the larger of flops over the peak and memory traffic over "
+    "the bandwidth, and everything that is received counts as exposed. Memory and bytes received are the compiler's."
+)
 
 
 @public
@@ -52,11 +55,11 @@ def tune(
 ) -> Tuning:
     """Find the mesh, the plan and the options with which a step takes the least time and fits.
 
-    Every factorisation of the devices with every recipe, `remat`, number of microbatches and way to run layers is
-    judged by arithmetic; the most promising are compiled for the devices, as `step.preview` does it. Where many layers
-    run one by one and are proved to be one program, two and three of them are compiled, and the whole follows. Nothing
-    is placed on a device, and nothing runs, unless `measure` asks for it. Ctrl-C ends the search with the best so far;
-    a compilation that is under way then goes on in its thread, and a process ends after it.
+    What a user takes who does not tune, `plans.fsdp` with all devices on the axis `batch`, is compiled first, as
+    `step.preview` does it, and is the one to beat. Then come other factorisations of the devices, recipes, `remat`,
+    and layers in loops or one by one, in the order of arithmetic. What there was no time to compile is
+    ranked by arithmetic, and says so. Nothing is placed on a device, and nothing runs, unless `measure` asks for it.
+    Ctrl-C ends the search with the best so far. The logger `torch_shard` tells what is compiled, at level INFO.
 
     Args:
         model: As `make_train_step` takes it, as the next two; it may be on the meta device.
@@ -65,21 +68,21 @@ def tune(
         batch: The whole batch of a step, or shapes of it: tensors on the meta device, `jax.ShapeDtypeStruct`s.
         topology: Accelerators that this machine need not have, such as `"v5e:16x16"`, as `make_mesh` takes it.
         devices: Or devices of JAX. By default all that it sees.
-        minutes: For the search; what is compiled when they are over is not waited for.
+        minutes: For the search; what is compiling when they are over is not waited for, and ends with the process.
         cache: A directory in which what was compiled is noted, so that the same call later is fast, or goes on. Its
             files are data, of which nothing is executed.
-        measure: Whether the three best are run for ten steps each, on real devices, with a model and a batch that have
-            values.
-        **step_options: Of `make_train_step`, to be taken as they are: `compute_dtype`, `clip_grad_norm`. A choice that
-            is made here otherwise (`remat`, `scan_layers`, `accumulate_steps`) is then no choice.
+        measure: Whether the three best and the default are run for ten steps each, on real devices, with a model and a
+            batch that have values.
+        **step_options: Of `make_train_step`, to be taken as they are: `compute_dtype`, `accumulate_steps`. A choice
+            that is made here otherwise (`remat`, `scan_layers`) is then no choice.
 
     Returns:
-        A `Tuning`: printed, a table; `found.best.options` for `make_train_step`; `found.save(path)`.
+        A `Tuning`: printed, a table; `found.best.options` for `make_train_step`; `found.save(path)`. `found.best.found`
+        is None where the best was not compiled.
 
     Raises:
         TypeError: An argument is of the wrong kind, or `make_train_step` has no such option.
-        ValueError: There is no such topology; the batch divides over no mesh; the model fits nowhere; the minutes are
-            too few for one compilation.
+        ValueError: There is no such topology; the batch divides over no mesh; the model fits nowhere.
 
     Example:
         >>> import optax, torch, torch_shard as ts
@@ -93,55 +96,67 @@ def tune(
     model = check_module("model", model)
     check_loss_fn(loss_fn)
     _check(minutes, measure, step_options, topology)
-    if measure:
-        _refuse_without_values(model, batch)
+    values = [*holdings(model).all.values(), *flatten_batch(batch)[0]]
+    if measure and any(isinstance(v, jax.ShapeDtypeStruct) or getattr(v, "is_meta", False) for v in values):
+        raise ValueError(f"{caller()}: measure=True runs steps: give a model and a batch that have values, not shapes.")
     directory = None if cache is None else check_directory("cache", cache)
     deadline = time.monotonic() + 60 * minutes
     mesh = make_mesh(devices, topology=topology, batch=-1)
     found = sorted(mesh.devices.flat, key=lambda device: device.id)
-    task = Task(model, loss_fn, optimizer, batch, devices=found, options=step_options)
-    pruning = task.prune()
-    search = task.search(pruning, Cache(directory, task.about()), deadline)
-    _refuse_too_short(search, minutes, pruning.facts.operators if mesh.devices.flat[0].platform == "tpu" else 0)
+    make = functools.partial(make_train_step, model, loss_fn, optimizer)
+    task = Task(make, model, batch, devices=found, options=step_options)
+    search = Search(task.prepare, task.estimates, Cache(directory, task.about()), deadline, task.limit)
     search.run()
     where = topology or f"{len(found)} x {getattr(found[0], 'device_kind', found[0].platform)}"
-    tuning = task.tuning(search, pruning, where, minutes)
-    return measured_choices(tuning, model, loss_fn, optimizer, batch=batch) if measure else tuning
+    tuning = _tuning(task, search, where)
+    if not measure:
+        return tuning
+    return measured_choices(tuning, lambda choice: task.step(choice.candidate), batch, default=search.default)
+
+
+def _tuning(task: Task, search: Search, where: str) -> Tuning:
+    def choice(candidate: Candidate) -> Choice:
+        found = search.found.get(candidate)
+        sizes = search.seconds(candidate), search.memory(candidate)
+        return Choice(task.options_of(candidate), budgets_of(found) if found else {}, candidate, found, *sizes)
+
+    choices = tuple(choice(candidate) for candidate in search.ranking())
+    notes = tuple(_notes(task, search, choices))
+    tuning = Tuning(choices, task.pruned, notes, where, task.limit, task.options, task.model)
+    if all(own.found and not search.fits(own.candidate) for own in choices):
+        raise ValueError(
+            f"{caller()}: all candidates were compiled, and none fits. Take more devices, a smaller batch, "
+            f"accumulate_steps=2 or more, or compute_dtype=torch.bfloat16.\n{tuning}"
+        )
+    return tuning
+
+
+def _notes(task: Task, search: Search, choices: Sequence[Choice]) -> Iterator[str]:
+    best = choices[0]
+    if search.interrupted:
+        yield "Interrupted: this is the best so far."
+    if best.found is None:
+        what = "The best was not compiled" if search.found else "Nothing was compiled in the time"
+        yield f"{what}: it is the best by arithmetic. Give more minutes, or see step.preview of it."
+    ahead = [c for c in choices if c.found is None and c.seconds < best.seconds and search.fits(c.candidate)]
+    if ahead:
+        yield f"Not compiled, but faster by arithmetic: {len(ahead)}, as {ahead[0].candidate}. Give more minutes."
+    if task.chip.clock is None:
+        yield ESTIMATES
 
 
 def _check(minutes: float, measure: bool, options: Mapping[str, Any], topology: str | None) -> None:
     check_kind("minutes", minutes, int | float)
-    check_kind("measure", measure, bool)
-    if isinstance(minutes, bool) or not 0 < minutes < math.inf:
+    if not 0 < minutes < math.inf:
         raise ValueError(f"{caller()}: minutes must be a positive number, got {minutes!r}.")
     if measure and topology is not None:
         raise ValueError(
             f"{caller()}: measure=True runs steps, and nothing can run on topology={topology!r}, whose devices only "
             "compile. Leave one of them out."
         )
-    known = inspect.signature(make_train_step).parameters
-    if chosen := [name for name in options if name in CHOSEN]:
-        raise TypeError(f"{caller()}: {', '.join(chosen)} is what it finds. Leave it out, or use step.preview.")
+    known = set(inspect.signature(make_train_step).parameters) - set(CHOSEN)
     if unknown := [name for name in options if name not in known]:
-        raise TypeError(f"{caller()}: make_train_step has no option {', '.join(unknown)}.")
-
-
-def _refuse_without_values(model: nn.Module, batch: PyTree) -> None:
-    """Say before the search that nothing could run."""
-    refuse_meta(holdings(model).all)
-    leaves, _ = flatten_batch(batch)
-    if any(getattr(leaf, "is_meta", False) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-        raise ValueError(f"{caller()}: measure=True runs steps: give a batch that has values, not its shapes.")
-
-
-def _refuse_too_short(search: Search, minutes: float, operators: int) -> None:
-    """Say before the search that not even one compilation would end in time."""
-    least = SECONDS[0] + SECONDS[1] * operators
-    left = search.deadline - time.monotonic()
-    if (left > 0 and left >= least * bool(operators)) or any(search.cache.read(c) for c in search.estimates):
-        return
-    raise ValueError(
-        f"{caller()}: minutes={minutes:g} are too few: of them {max(left, 0):.0f} s are left for compiling, and one "
-        f"compilation of this step takes at least {least:.0f} s, and several times that on a busy machine. Give more "
-        "minutes; with cache= the same call goes on later."
-    )
+        raise TypeError(
+            f"{caller()}: {', '.join(unknown)}: make_train_step has no such option, or it is what is found here, as "
+            f"{', '.join(CHOSEN)} are. Leave it out, or use step.preview."
+        )

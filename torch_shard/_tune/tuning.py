@@ -3,7 +3,6 @@
 # PyTorch and JAX annotate some of their functions in part; what JSON holds is anything.
 # pyright: reportUnknownMemberType=false
 
-import collections
 import dataclasses
 import json
 import os
@@ -26,42 +25,27 @@ from torch_shard._common.types import Device
 from torch_shard._common.validate import check_file
 from torch_shard._common.wrappers import check_module
 from torch_shard._sharding import make_mesh
-from torch_shard._tune.arithmetic import Estimate
-from torch_shard._tune.cache import FORMAT, Measured, describe_entries, digest, versions
+from torch_shard._tune.cache import Measured, describe_entries, digest
 from torch_shard._tune.candidates import RECIPES, Candidate
-from torch_shard._tune.chips import GIB
+
+GIB = 2**30
 
 MARGIN = 1.05
 """Budgets are this much more than what was found."""
 
-_SHOWN = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class Pruned:
-    """A candidate that was not compiled.
-
-    Attributes:
-        what: In words.
-        why: With numbers.
-        kind: What such reasons have in common.
-    """
-
-    what: str
-    why: str
-    kind: str
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Choice:
-    """One candidate that was compiled, or was read from a file.
+    """One candidate, or what was read from a file.
 
     Attributes:
         options: Keyword arguments of `make_train_step`.
-        budgets: Keyword arguments of `Preview.assert_at_most`: what was found, and five percent.
+        budgets: Keyword arguments of `Preview.assert_at_most`: what was found, and five percent. Empty where nothing
+            was compiled.
         candidate: In words: mesh, recipe, and how layers run.
-        found: What the compiler says; None of one that was read from a file.
-        estimate: What arithmetic says; None of one that was read from a file.
+        found: What the compiler says; None where it was not asked.
+        seconds: Of a step: what the compiler says, else what arithmetic does, corrected by what was compiled.
+        memory: Bytes of one device, by the same.
         measured: Seconds of a step on the devices, if it ran there.
     """
 
@@ -69,7 +53,8 @@ class Choice:
     budgets: Mapping[str, float]
     candidate: Candidate
     found: Measured | None = None
-    estimate: Estimate | None = None
+    seconds: float = 0.0
+    memory: float = 0.0
     measured: float | None = None
 
 
@@ -78,11 +63,12 @@ class Tuning(InNotebooks):
     """Findings of `tune`; printed, a table.
 
     Attributes:
-        choices: That were compiled and fit, the fastest first.
-        too_large: That were compiled and do not fit.
-        pruned: That were not compiled, each with its reason.
-        notes: What else there is to say: an interruption, estimates that are no more than that.
+        choices: The best first, and what does not fit last. Those with `found` were compiled; where one stands that was
+            not, arithmetic says.
+        pruned: What was left out, in words, with the reason.
+        notes: What else there is to say: that the best was not compiled, an interruption.
         where: Topology or devices.
+        limit: Bytes of one device; None if that is not known.
         fixed: Options that the user gave.
         model: The model.
 
@@ -97,16 +83,16 @@ class Tuning(InNotebooks):
     """
 
     choices: tuple[Choice, ...]
-    too_large: tuple[Choice, ...]
-    pruned: tuple[Pruned, ...]
+    pruned: Mapping[str, str]
     notes: tuple[str, ...]
     where: str
+    limit: int | None
     fixed: Mapping[str, Any]
     model: nn.Module
 
     @property
     def best(self) -> Choice:
-        """The fastest choice: by the clock where steps were measured, else by what the compiler says."""
+        """The choice to take: by the clock where steps were measured, else by the compiler, else by arithmetic."""
         return self.choices[0]
 
     @public
@@ -122,35 +108,22 @@ class Tuning(InNotebooks):
         file, best = check_file("path", path), self.best
         text = json.dumps(
             {
-                "format": FORMAT,
-                "versions": versions(),
                 "where": self.where,
                 "model": digest(describe_entries(self.model)),
-                "axes": best.candidate.sizes,
-                "recipe": best.candidate.recipe,
-                "how": {name: getattr(best.candidate, name) for name in _HOW},
-                "fixed": {name: _encode(name, value) for name, value in self.fixed.items()},
+                "candidate": dataclasses.asdict(best.candidate),
+                "fixed": dict(self.fixed),
                 "budgets": dict(best.budgets),
             },
             indent=1,
+            default=_encode,
         )
         with replacing(file) as partial:
             partial.write_text(text + "\n")
         return file
 
     def __rich__(self) -> Group:
-        counts = collections.Counter(pruned.kind for pruned in self.pruned)
-        shown = Table(title="Not compiled", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
-        for column in ("candidate", "why"):
-            shown.add_column(column, overflow="fold")
-        examples: dict[str, Pruned] = {}
-        for pruned in self.pruned:
-            examples.setdefault(pruned.kind, pruned)
-        for kind, number in counts.most_common():
-            more = f" and {number - 1} more alike" if number > 1 else ""
-            shown.add_row(Text(examples[kind].what + more), Text(examples[kind].why))
-        parts = [self._table(), *([shown] if counts else [])]
-        return Group(*parts, *(Text(note) for note in self.notes))
+        left_out = [f"Left out: {what}: {why}" for what, why in self.pruned.items()]
+        return Group(self._table(), *map(Text, (*left_out, *self.notes)))
 
     def __str__(self) -> str:
         return printed(self, 170)
@@ -160,77 +133,32 @@ class Tuning(InNotebooks):
 
     def _table(self) -> Table:
         table = Table(title=f"Tuned for {self.where}", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
-        words = ("mesh", "plan", "remat", "layers")
-        measured = any(choice.measured is not None for choice in self.choices)
-        numbers = ("microbatches", "GiB left", "compute ms", "exposed ms", "time ms")
-        last = ("wire GiB, textbook", "flags", "why not")
-        columns = ("", *words, *numbers, *(("measured ms",) if measured else ()), *last)
-        for column in columns:
-            table.add_column(column, justify="right" if column in (*numbers, "measured ms") else "left")
-        front = self._front()
-        for choice in [*self.choices, *self.too_large][: 2 * _SHOWN]:
-            table.add_row(*self._row(choice, choice in front, measured))
-        table.caption = "* none is both faster and smaller"
+        for column in ("candidate", "GiB left", "compute ms", "exposed ms", "time ms", "measured ms", "by", "why not"):
+            table.add_column(column)
+        for choice in self.choices:
+            table.add_row(*self._row(choice))
+        table.caption = "~ is not compiled, and counts as longer in this order than arithmetic says"
         return table
 
-    def _row(self, choice: Choice, is_front: bool, measured: bool) -> list[str]:
-        found, candidate, best = choice.found, choice.candidate, self.best
-        if found is None or best.found is None:
-            return []
-        about = "~" * bool(found.scaled)
-        left = "-" if found.limit is None or not found.memory else f"{about}{(found.limit - found.memory) / GIB:.2f}"
-        times = [found.compute, found.exposed, found.seconds]
-        shown = [f"{about}{seconds * 1e3:.4g}" if found.seconds else "-" for seconds in times]
-        waits = found.exposed_by_axis
-        axes = [f"{axis} {seconds * 1e3:.3g}" for axis, seconds in waits.items() if seconds > 0.005 * found.seconds]
-        shown[1] += f" ({'; '.join(axes)})" if axes else ""
-        clock = [] if not measured else ["-" if choice.measured is None else f"{choice.measured * 1e3:.4g}"]
-        wire = choice.estimate.wire if choice.estimate is not None else {}
-        return [
-            "*" * is_front,
-            candidate.mesh_text,
-            candidate.recipe,
-            str(candidate.remat),
-            _layers(found),
-            str(candidate.accumulate_steps),
-            left,
-            *shown,
-            *clock,
-            ", ".join(f"{axis} {size / GIB:.2f}" for axis, size in wire.items()),
-            ", ".join(f"{_FLAGS.get(name, name)}" for name in found.flags) or "-",
-            self._why(choice),
-        ]
+    def _row(self, choice: Choice) -> list[str]:
+        found = choice.found or Measured()
+        about, by = ("~", "arithmetic") if choice.found is None else ("", "the compiler")
+        times = [found.compute, found.exposed, choice.seconds, choice.measured or 0.0]
+        compute, exposed, seconds, measured = (f"{time * 1e3:.4g}" if time else "-" for time in times)
+        left = "-" if self.limit is None else f"{about}{(self.limit - choice.memory) / GIB:.2f}"
+        return [str(choice.candidate), left, compute, exposed, about + seconds, measured, by, self._why(choice)]
 
     def _why(self, choice: Choice) -> str:
-        found, best = choice.found, self.best
-        if choice is best or found is None or best.found is None:
+        best = self.best
+        if choice is best:
             return "the best"
-        if not found.fits:
-            return f"needs {found.memory / GIB:.2f} GiB of {(found.limit or 0) / GIB:.2f}"
-        if choice.measured is not None and best.measured is not None:
-            return f"{choice.measured / best.measured:.2f} x the best, measured"
-        return f"{found.seconds / best.found.seconds:.2f} x the best" if best.found.seconds else ""
-
-    def _front(self) -> Sequence[Choice]:
-        """Those of which none is both faster and smaller."""
-        known = [(choice, choice.found) for choice in self.choices if choice.found is not None]
-        return [
-            choice
-            for choice, found in known
-            if not any(other.seconds < found.seconds and other.memory < found.memory for _, other in known)
-        ]
-
-
-_HOW = ("remat", "scan_layers", "accumulate_steps")
-
-_FLAGS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "whole collectives"}
-"""Options of compilers, in words."""
-
-
-def _layers(found: Measured) -> str:
-    """How layers run, and how many of them were compiled."""
-    way = "loop" if found.loops else "one by one"
-    return f"{way}, {found.scaled}" if found.scaled else way
+        if self.limit is not None and choice.memory > self.limit:
+            return f"{'likely ' * (choice.found is None)}needs {choice.memory / GIB:.2f} of {self.limit / GIB:.2f} GiB"
+        if choice.found and choice.found.refused:
+            return choice.found.refused
+        if bool(choice.measured) != bool(best.measured):
+            return ""
+        return f"{(choice.measured or choice.seconds) / (best.measured or best.seconds):.2f} x the best"
 
 
 def budgets_of(found: Measured) -> dict[str, float]:
@@ -279,17 +207,14 @@ def load_tuned(
     """
     file, model = check_file("path", path), check_module("model", model)
     try:
-        found: Any = json.loads(file.read_text())
-        axes = tuple((str(name), int(size)) for name, size in found["axes"].items())
-        candidate = Candidate(axes, found["recipe"], **found["how"])
-        fixed = {str(name): _decode(value) for name, value in found["fixed"].items()}
+        found: Any = json.loads(file.read_text(), object_hook=_decode)
+        axes = tuple((str(name), int(size)) for name, size in found["candidate"].pop("axes"))
+        candidate = Candidate(axes, **found["candidate"])
+        fixed = dict(found["fixed"])
         budgets = {str(name): float(value) for name, value in found["budgets"].items()}
-        known = found["format"] == FORMAT and candidate.recipe in RECIPES
-        own, where = found["model"], found["where"]
+        own, where, _ = found["model"], found["where"], RECIPES[candidate.recipe]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{caller()}: {file} is not what Tuning.save wrote, or is damaged: {error!r}.") from error
-    if not known:
-        raise ValueError(f"{caller()}: {file} is of another version of torch_shard. Tune again.")
     if own != digest(describe_entries(model)):
         raise ValueError(
             f"{caller()}: {file} is of a model with other names, shapes or dtypes than {type(model).__name__} has here "
@@ -299,35 +224,22 @@ def load_tuned(
     return Choice({**candidate.options(model, mesh), **fixed}, budgets, candidate)
 
 
-def _encode(name: str, value: object) -> object:
-    """What JSON can hold of an option.
-
-    Raises:
-        TypeError: Nothing.
-    """
+def _encode(value: object) -> object:
+    """What JSON can hold of an option that is not of its own kinds."""
     if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
+        return {"torch.dtype": str(value).removeprefix("torch.")}
     if isinstance(value, PartitionSpec):
-        return {"spec": [list(part) if isinstance(part, tuple) else part for part in value]}
-    if isinstance(value, Mapping):
-        return {"by name": {str(key): _encode(name, part) for key, part in value.items()}}
-    if isinstance(value, list | tuple):
-        return [_encode(name, part) for part in value]
+        return {"PartitionSpec": list(value)}
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(f"{caller()}: the option {name}={value!r} cannot be written to a file. Give it to make_train_step.")
+    raise TypeError(f"{caller()}: the option {value!r} cannot be written to a file. Give it to make_train_step.")
 
 
-def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decode(part) for part in value]
-    if not isinstance(value, dict):
-        return value
-    (kind, held), *_ = value.items()
-    if kind == "dtype":
-        return getattr(torch, held)
-    if kind == "spec":
-        return PartitionSpec(*(tuple(part) if isinstance(part, list) else part for part in held))
-    return {name: _decode(part) for name, part in held.items()}
+def _decode(held: dict[str, Any]) -> Any:
+    match held:
+        case {"torch.dtype": name}:
+            return getattr(torch, name)
+        case {"PartitionSpec": parts}:
+            return PartitionSpec(*(tuple(part) if isinstance(part, list) else part for part in parts))
+        case _:
+            return held

@@ -1,0 +1,200 @@
+"""What a step should take, by arithmetic: an order in which to compile, and no more than that."""
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+from torch.fx import Graph, Node
+
+from torch_shard._common.fx import fill_in, operator_name, outputs_of
+from torch_shard._common.types import PyTree
+from torch_shard._sharding import ResolvedPlan, axes_of, holdings
+from torch_shard._train import TrainStep
+from torch_shard._tune.candidates import Candidate
+
+MXU = 0.6
+"""Part of the peak that programs reach in their products."""
+
+LOOP = 1.2
+"""So much longer do layers take in loops that keep what they compute: it is stacked, and not fused across layers."""
+
+AGAIN = {"block": 1 / 3, "dots": 0.03}
+"""Part of the arithmetic that is done once more."""
+
+KEPT = {"none": 2.0, "dots": 1.2, "block": 0.3}
+"""Values that are kept for the backward pass, over the results of products."""
+
+SUMMED = 0.2
+"""Part of the results of products that is a sum over the axis `model`, as Megatron splits layers: two in each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """The speed of one device, by its maker's figures.
+
+    Attributes:
+        flops: Products in bfloat16, per second.
+        bandwidth: Of its memory, bytes per second.
+        link: Bytes that it receives per second along one axis of the mesh.
+        clock: Cycles per second, where its compiler counts cycles; else None.
+    """
+
+    flops: float
+    bandwidth: float
+    link: float
+    clock: float | None = None
+
+
+CHIPS = {
+    "TPU v4": Chip(275e12, 1228e9, 100e9, 1.05e9),
+    "TPU v5 lite": Chip(197e12, 819e9, 100e9, 1.5e9),  # 67 bytes per cycle and axis
+    "TPU v5": Chip(459e12, 2765e9, 200e9, 1.75e9),
+    "TPU v6 lite": Chip(918e12, 1640e9, 224e9, 1.75e9),
+    "TPU7x": Chip(1153e12, 3690e9, 200e9, 2.2e9),
+    "NVIDIA": Chip(989e12, 3352e9, 450e9),  # an H100; of others the relations are much the same
+}
+"""By what the kind of a device contains; the longest that fits."""
+
+UNKNOWN = Chip(1e12, 100e9, 10e9)
+"""Of devices without known figures, CPUs for one: their relations alone matter."""
+
+
+def chip_of(device: object) -> Chip:
+    """The speed of a device of JAX."""
+    kind = str(getattr(device, "device_kind", ""))
+    found = [name for name in CHIPS if name in kind]
+    return CHIPS[max(found, key=len)] if found else UNKNOWN
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a step does for its whole batch, read from one capture.
+
+    Attributes:
+        flops: Of products, forward and backward.
+        results: Bytes of the results of products, forward.
+        moments: Bytes of the optimizer's state for each byte of parameters.
+        itemsize: Bytes of a number that products are computed in.
+        trainable: Names of parameters with gradients.
+        fingerprint: Alike for programs that are alike.
+    """
+
+    flops: float
+    results: float
+    moments: float
+    itemsize: int
+    trainable: tuple[str, ...]
+    fingerprint: str
+
+
+def facts_of(step: TrainStep) -> Facts:
+    """Read what a step does that has been captured."""
+    program, dtype = step.programs[-1].loss, step.options.compute_dtype
+    graphs = [(program.program.graph.module.graph, 1)]
+    if program.rolled is not None:
+        regions = [call.region for call in program.rolled.calls.values()]
+        graphs += [(region.graph.module.graph, region.num_results) for region in regions]
+    products = [node for graph, num_results in graphs for node in _forward(graph, num_results) if _flops(node)]
+    texts = [f"{graph}{[node.meta.get('val') for node in graph.nodes]}" for graph, _ in graphs]
+    return Facts(
+        flops=3 * sum(map(_flops, products)),
+        results=float(_bytes([node.meta["val"] for node in products])),
+        moments=_bytes(step.structs.opt_state) / max(_bytes(step.structs.params), 1),
+        itemsize=4 if dtype is None else dtype.itemsize,
+        trainable=tuple(holdings(step.model).trainable),
+        fingerprint=hashlib.sha256(str([step.structs.opt_state, *texts]).encode()).hexdigest(),
+    )
+
+
+def _forward(graph: Graph, num_results: int) -> Iterator[Node]:
+    """The nodes up to the first results of a graph, which the backward pass follows."""
+    waiting = set(outputs_of(graph)[:num_results])
+    for node in graph.nodes:
+        if waiting:
+            yield node
+        waiting.discard(node)
+
+
+def _flops(node: Node) -> float:
+    """Of one product; zero for what is none."""
+    out: Any = node.meta.get("val")
+    args: list[Any] = [*fill_in(node.args, lambda given: given.meta.get("val"))]
+    match operator_name(node):
+        case "mm" | "bmm" | "matmul" | "linear" | "_grouped_mm" | "grouped_mm":
+            return 2 * out.numel() * args[0].shape[-1]
+        case "addmm" | "baddbmm":
+            return 2 * out.numel() * args[1].shape[-1]
+        case "convolution":
+            return 2 * out.numel() * math.prod(args[1].shape[1:])
+        case "attention":
+            return 4 * args[0].numel() * args[1].shape[-2]
+        case "experts":
+            return 2 * args[1].numel() * sum(math.prod(matrix.shape[1:]) for matrix in args[3])
+        case _:
+            return 0.0
+
+
+def _bytes(tree: PyTree) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What a candidate should take of one device.
+
+    Attributes:
+        seconds: Of a step.
+        memory: Bytes in all.
+        state: Of these, parameters and moments, which are there whatever the program is.
+    """
+
+    seconds: float
+    memory: float
+    state: float
+
+
+def estimate(candidate: Candidate, plan: ResolvedPlan, moments: ResolvedPlan, facts: Facts, *, chip: Chip) -> Estimate:
+    """Estimate what a candidate takes.
+
+    Args:
+        candidate: Which one.
+        plan: Its plan.
+        moments: That of the optimizer's state.
+        facts: What the step does.
+        chip: The devices.
+    """
+    width, remat, shards = candidate.sizes.get("model", 1), str(candidate.remat), candidate.data_shards
+    sizes = {name: math.prod(plan.entries[name].shape) for name in facts.trainable}
+    split = sum(size for name, size in sizes.items() if "model" in axes_of(plan.entries[name].padded_spec))
+    share = split / max(sum(sizes.values()), 1)
+    flops = facts.flops * (share / width + 1 - share) / shards * (1 + AGAIN.get(remat, 0.0))
+    flops *= LOOP if candidate.in_loops and remat == "none" else 1.0
+    gradients, updated = (_local_bytes(found, facts.trainable) for found in (plan, moments))
+    compute = flops / (MXU * chip.flops) + updated * (2 + 2 * facts.moments) / chip.bandwidth
+    hidden = _wire(candidate, plan, sizes) * facts.itemsize / chip.link
+    sums = (3 if remat == "block" else 2) * SUMMED * facts.results / shards * 2 * (width - 1) / width
+    seconds = compute + sums / chip.link + max(hidden - compute / 2, hidden / 10)
+    state = _local_bytes(plan, plan.entries) + updated * facts.moments
+    kept = KEPT.get(remat, 1.0) * facts.results / shards / width
+    return Estimate(seconds, state + gradients + kept, state)
+
+
+def _wire(candidate: Candidate, plan: ResolvedPlan, sizes: Mapping[str, int]) -> float:
+    """Numbers of parameters and gradients that a device receives, which arithmetic may hide."""
+    found, axes_of_rows = 0.0, {"batch", "replica"} & set(candidate.sizes)
+    for name, size in sizes.items():
+        axes = axes_of(plan.entries[name].padded_spec)
+        own = size / math.prod(candidate.sizes[axis] for axis in axes if axis == "model")
+        held = math.prod(candidate.sizes[axis] for axis in axes if axis != "model")
+        for axis in axes_of_rows:  # two gathers and a scatter; or a sum of what is held
+            times = 3 if axis in axes else 2 / held
+            found += own * times * (1 - 1 / candidate.sizes[axis])
+    return found
+
+
+def _local_bytes(plan: ResolvedPlan, names: Iterable[str]) -> int:
+    entries = [plan.entries[name] for name in names]
+    return sum(entry.count_bytes(entry.local_shape) or 0 for entry in entries if entry.tied_to is None)
