@@ -11,7 +11,7 @@ from torch import nn
 
 import torch_shard as ts
 from torch_shard._capture import Precision
-from torch_shard._demo.model import GPT, loss_fn
+from torch_shard._demo import GPT, loss_fn
 from torch_shard._tune.cache import Measured, extrapolated
 from torch_shard._tune.candidates import Candidate
 from torch_shard._tune.facts import alike_layers, facts_of

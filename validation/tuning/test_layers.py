@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torch_shard as ts
-from torch_shard._demo.model import GPT, loss_fn
+from torch_shard._demo import GPT, loss_fn
 from torch_shard._tune.candidates import Candidate
 from torch_shard._tune.task import Task
 
