@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from torch_shard._optim.rule import Entry, Flags, Rule, Scalars, Slots, frozen_flags
 from torch_shard._sharding import Stacks
@@ -21,12 +22,14 @@ class StoredUpdate:
 
     Attributes:
         rule: The rule.
-        given: For each parameter that is updated its coefficients and flags; those of one group share them. Others stay
-            as they are, and what is kept for them.
+        scalars: Coefficients of all parameters, `(num_params,)`.
+        given: For each parameter that is updated its place among these, and its flags. Others stay as they are, and
+            what is kept for them.
     """
 
     rule: Rule
-    given: Mapping[str, tuple[Scalars, Flags]]
+    scalars: Scalars
+    given: Mapping[str, tuple[int, Flags]]
 
     def updated(
         self, grads: Stacks, slots: Mapping[str, Mapping[str, Any]], params: Stacks
@@ -65,14 +68,12 @@ class StoredUpdate:
         if names[0] not in self.given:
             return param, held
         entry = Entry(grad, param, held)
-        scalars = [self.given[name][0] for name in names]
         update = functools.partial(update_tensor, self.rule, self.given[names[0]][1])
-        if len(names) == 1:
-            return update(entry, scalars[0])
-        if all(own is scalars[0] for own in scalars):
-            return jax.vmap(update, in_axes=(0, None))(entry, scalars[0])
-        rows = {key: jnp.stack([own[key] for own in scalars]) for key in scalars[0]}
-        return jax.vmap(update)(entry, rows)
+        at = [self.given[name][0] for name in names]
+        if len(at) == 1:
+            scalars = {key: jax.lax.index_in_dim(own, at[0], keepdims=False) for key, own in self.scalars.items()}
+            return update(entry, scalars)
+        return jax.vmap(update)(entry, {key: own[np.array(at)] for key, own in self.scalars.items()})
 
 
 def update_tensor(rule: Rule, flags: Flags, entry: Entry, scalars: Scalars) -> tuple[jax.Array, Slots]:

@@ -17,7 +17,7 @@ import torch
 
 from torch_shard._common.dtypes import torch_dtype
 from torch_shard._common.types import PyTree
-from torch_shard._optim.from_torch import RULES
+from torch_shard._optim.known import RULES
 from torch_shard._optim.rule import Entry, Flags, Rule, Slots, read_numbers
 from torch_shard._optim.stored_update import update_tensor
 
