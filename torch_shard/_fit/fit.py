@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,6 @@ from torch_shard._common.caller import public
 from torch_shard._common.near_misses import near_misses
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed
-from torch_shard._fit.alike import agree_on_run
 from torch_shard._fit.callbacks import Callback, Callbacks, Run, check_callbacks
 from torch_shard._fit.data import Ahead, Batches, check_samplers
 from torch_shard._fit.dataset import EvaluationRows, Rows, TrainingRows, as_rows, evaluation_rows
@@ -27,7 +26,7 @@ from torch_shard._fit.predictions import Compute, Predictions
 from torch_shard._fit.reports import Bar, MetricsLog, Reports
 from torch_shard._fit.schedule import Schedule
 from torch_shard._fit.signals import StopRequest
-from torch_shard._hosts import Gate
+from torch_shard._hosts import Gate, compare
 from torch_shard._io import Checkpointer
 from torch_shard._state import TrainState
 from torch_shard._train import ApplyFn, EvalStep, Step, TrainStep
@@ -185,7 +184,7 @@ def fit(
     if gate is not None:
         given = {"a given state": state is not None, "predictions": predict is not None}
         loaders = {"loader": loader, "eval_loader": eval_loader}
-        agree_on_run(dataclasses.asdict(settings) | given, checkpointer, loaders)
+        _agree_on_run(dataclasses.asdict(settings) | given, checkpointer, loaders)
     state, notes = _begin(step, state, checkpointer)
     if evaluation is not None:
         evaluation.try_out(state)
@@ -282,3 +281,35 @@ def _begin(
                 logger.info("fit: goes on from step %d in %s", int(saved.step), checkpointer.directory)
                 return saved, checkpointer.notes(int(saved.step))
     return step.init(seed=0) if state is None else state, {}
+
+
+_OF_LOADERS = ("batch_size", "drop_last")
+"""Attributes of a loader that decide how many batches it gives."""
+
+_ADVICE = {
+    "directory of the Checkpointer": "All processes save into one directory, which all of them see.",
+    "the newest checkpoint": "All processes must see one directory of checkpoints, on a disk that they share.",
+}
+
+
+def _agree_on_run(
+    settings: Mapping[str, object], checkpointer: Checkpointer | None, loaders: Mapping[str, object]
+) -> None:
+    """Compare the arguments of `fit` on which the number and the order of its steps depend."""
+    facts = dict(settings) | {"the presence of a checkpointer": checkpointer is not None}
+    if checkpointer is not None:
+        own = {"every": checkpointer.every, "keep": checkpointer.keep, "directory": checkpointer.directory}
+        facts |= {f"{name} of the Checkpointer": value for name, value in own.items()}
+        facts["the newest checkpoint"] = next(iter(checkpointer.steps()[::-1]), None)
+    for name, loader in loaders.items():
+        facts[f"the kind of {name}"] = type(loader).__name__
+        facts |= {f"{each} of {name}": getattr(loader, each) for each in _OF_LOADERS if hasattr(loader, each)}
+        facts[f"the length of {name}"] = _length(loader)
+    compare("the beginning of fit", facts, advice=lambda name: _ADVICE.get(name, "Give all processes the same."))
+
+
+def _length(loader: object) -> int | None:
+    try:
+        return len(loader)  # pyright: ignore[reportArgumentType]
+    except (TypeError, NotImplementedError):
+        return None

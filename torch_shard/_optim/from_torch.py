@@ -7,7 +7,7 @@
 import dataclasses
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -244,29 +244,35 @@ class TorchOptimizer:
             layout: How results are stored.
             without: Parameters without a gradient: they and what is kept for them stay as they are.
         """
-        scalars, kept = self._coefficients(state, inputs)
+        of_groups, own, kept = self._coefficients(state, inputs)
         moves = np.array([name not in without for name in self._group_of], bool)
         new = dataclasses.replace(
             state,
             taken=state.taken + moves.astype(np.int32),
             kept={name: jnp.where(moves, value, state.kept[name]) for name, value in kept.items()},
         )
-        given = {n: (at, self._flags_of(n)) for at, n in enumerate(self._group_of) if n not in without}
-        rows = StoredUpdate(self.rule, scalars, given)
+        given = {n: (at, group) for at, (n, group) in enumerate(self._group_of.items()) if n not in without}
+        rows, slots = StoredUpdate(self.rule, self._flags, of_groups, own, given), cast(dict[str, Stacks], state.slots)
         if self.rule.by_element or not layout.kept:
-            params, slots = rows.updated(grads, state.slots, params)
+            params, slots = rows.updated(grads, slots, params)
             return params, dataclasses.replace(new, slots=slots)
-        grads, slots, params = whole_stacks((grads, state.slots, params))
+        grads, slots, params = whole_stacks((grads, slots, params))
         params, slots = rows.updated(grads, slots, params)
         return keep_stacks(params, layout), dataclasses.replace(new, slots=keep_stacks(slots, layout))
 
-    def _coefficients(self, state: TorchOptState, inputs: jax.Array) -> tuple[Scalars, Scalars]:
-        """What each parameter is updated with, and the numbers that are kept of it, `(num_params,)`."""
-        groups, dtype = np.array(list(self._group_of.values()), int), self._dtype
-        numbers = {name: inputs[groups, at].astype(dtype) for at, name in enumerate(self._names_of_numbers())}
-        own = {name: values.astype(dtype) for name, values in state.kept.items()}
-        found, kept = self.rule.coefficients((state.taken + 1).astype(dtype), numbers, own)
-        return found, {name: kept[name].astype(old.dtype) for name, old in state.kept.items()}
+    def _coefficients(self, state: TorchOptState, inputs: jax.Array) -> tuple[list[Scalars], Scalars, Scalars]:
+        """What each group, and in its place each parameter, is updated with; and the numbers kept of each parameter."""
+        names, dtype = self._names_of_numbers(), self._dtype
+        of_groups: list[Scalars] = [
+            {name: inputs[group, at].astype(dtype) for at, name in enumerate(names)}
+            for group in range(len(self._members))
+        ]
+        groups = np.array(list(self._group_of.values()), int)
+        numbers = {name: inputs[groups, at].astype(dtype) for at, name in enumerate(names)}
+        kept = {name: values.astype(dtype) for name, values in state.kept.items()}
+        found, kept = self.rule.coefficients((state.taken + 1).astype(dtype), numbers, kept)
+        own = {name: value for name, value in found.items() if value is not numbers.get(name)}
+        return of_groups, own, {name: kept[name].astype(old.dtype) for name, old in state.kept.items()}
 
     # To torch and back
 
