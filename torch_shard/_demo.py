@@ -60,9 +60,8 @@ SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "enco
 INDENT = "    "
 # One token per printable ASCII character, and a tab for one level of indentation: Python sources have few of their own.
 VOCABULARY = "\n\t" + "".join(map(chr, range(32, 127)))
-UNKNOWN = "?"
 
-_TOKEN_OF_BYTE = np.full(256, VOCABULARY.index(UNKNOWN), np.uint8)
+_TOKEN_OF_BYTE = np.full(256, VOCABULARY.index("?"), np.uint8)
 _TOKEN_OF_BYTE[np.frombuffer(VOCABULARY.encode(), np.uint8)] = np.arange(len(VOCABULARY))
 
 
@@ -248,12 +247,7 @@ class Settings:
 
 
 def begin(settings: Settings, out: Path, *, resume: bool, overwrite: bool = False) -> bool:
-    """Make the folder ready for a run, and tell whether it holds checkpoints to go on with.
-
-    Raises:
-        ValueError: What it holds is of a run with other settings, or of no demo.
-        OSError: It cannot be written to.
-    """
+    """Make the folder ready for a run, or refuse it, and tell whether it holds checkpoints to go on with."""
     path, checkpoints, asked = out / SETTINGS, out / CHECKPOINTS, dataclasses.asdict(settings)
     goes_on = resume and checkpoints.exists()
     if checkpoints.exists() and not path.exists():
@@ -281,11 +275,7 @@ def begin(settings: Settings, out: Path, *, resume: bool, overwrite: bool = Fals
 
 
 class Run:
-    """One training run: its text, model, mesh and compiled step.
-
-    Raises:
-        ValueError: The mesh does not fit the devices, or the plan the mesh.
-    """
+    """One training run: its text, model, mesh and compiled step."""
 
     def __init__(self, settings: Settings, out: Path) -> None:
         self.settings, self.out, self.corpus, self.mesh = settings, out, read_corpus(), settings.choose_mesh()
@@ -373,11 +363,13 @@ def run_demo(run: Run, console: Console) -> bool:
     with console.status("proving"):
         proof = prove(run)
     holds = all(row.worst <= TOLERANCES[kind] for kind, row in proof.items())  # NaN is not
-    settings = {**dataclasses.asdict(run.settings), "mesh": dict(run.mesh.shape), "batch_size": run.batch_size}
-    summary = {"unigram_entropy": run.corpus.unigram_entropy, "holds": holds}
-    proved = {kind: dataclasses.asdict(row) for kind, row in proof.items()}
+    summary = {
+        "settings": {**dataclasses.asdict(run.settings), "mesh": dict(run.mesh.shape), "batch_size": run.batch_size},
+        "unigram_entropy": run.corpus.unigram_entropy,
+        "proof": {kind: dataclasses.asdict(row) for kind, row in proof.items()} | {"holds": holds},
+    }
     with replacing(run.out / SUMMARY) as partial:
-        partial.write_text(json.dumps({"settings": settings, **summary, "proof": proved}, indent=1), encoding="utf-8")
+        partial.write_text(json.dumps(summary, indent=1), encoding="utf-8")
     table.add_row("time", f"{time.perf_counter() - start:.0f} s")
     table.add_row("written", ", ".join(str(run.out / name) for name in (METRICS, SUMMARY, WEIGHTS, CHECKPOINTS)))
     console.print(table, highlight=False)

@@ -129,7 +129,7 @@ def test_interrupted_demo_goes_on_and_proves_its_numbers(tmp_path, monkeypatch):
     names = {file.name for file in tmp_path.iterdir() if not file.name.startswith("events")}
     assert names == {"metrics.jsonl", "model.safetensors", "summary.json", "demo.json", "checkpoints"}
     summary, records = json.loads((tmp_path / "summary.json").read_text()), read_metrics(tmp_path / "metrics.jsonl")
-    assert summary["holds"]
+    assert summary["proof"]["holds"]
     train = [record["loss"] for record in records if record["kind"] == "train"]
     # The same steps without fit, which has a guard in its program: float32, fused otherwise.
     run, losses = demo.Run(SETTINGS, tmp_path), []
