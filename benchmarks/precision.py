@@ -1,16 +1,13 @@
 """Loss curves of the demo's model in float32 and under both kinds of mixed precision: the same batches and seeds."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import torch_shard as ts
 from benchmarks.rows import Point, Row
-from torch_shard._demo.model import GPT, loss_fn
-from torch_shard._demo.run import PLAN, Settings, draw_validation, make_optimizer
-from torch_shard._demo.text import draw_batch, read_corpus
+from torch_shard._demo import BATCH_SIZE, CONTEXT, PLAN, Settings, draw_batch, loss_fn, read_corpus
 
 SIDES: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -21,7 +18,7 @@ SIDES: dict[str, dict[str, Any]] = {
 
 def rows(quick: bool) -> Iterator[Row | Point]:
     """The validation losses on the way, and the last one against that of float32."""
-    settings = Settings(steps=4 if quick else 300, out=Path(), num_layers=2 if quick else 4, dropout=0.0)
+    settings = Settings(steps=4 if quick else 300, num_layers=2 if quick else 4)
     every, last = max(settings.steps // 10, 1), dict[str, float]()
     for side, options in SIDES.items():
         for step, loss in curve(settings, every, options):
@@ -35,12 +32,11 @@ def rows(quick: bool) -> Iterator[Row | Point]:
 def curve(settings: Settings, every: int, options: dict[str, Any]) -> Iterator[tuple[int, float]]:
     """Step and validation loss, before the first step and each so many steps."""
     corpus, mesh = read_corpus(), ts.make_mesh(batch=1, model=1)
-    torch.manual_seed(settings.seed)
-    model = GPT(**settings.model_arguments)
-    step = ts.make_train_step(model, loss_fn, make_optimizer(settings), mesh=mesh, plan=PLAN, **options)
+    model, optimizer = settings.make_model(), settings.make_optimizer()
+    step = ts.make_train_step(model, loss_fn, optimizer, mesh=mesh, plan=PLAN, **options)
     evaluate, state = step.evaluation(), step.init(seed=settings.seed)
-    sizes = {"batch_size": settings.batch_size, "context": settings.context}
-    validation = draw_validation(corpus, settings, settings.batch_size)
+    sizes = {"batch_size": BATCH_SIZE, "context": CONTEXT}
+    validation = [draw_batch(corpus.validation, seed=(0, i), **sizes) for i in range(settings.num_eval_batches)]
     for number in range(settings.steps + 1):
         if number % every == 0:
             yield number, sum(float(evaluate(state, batch)["loss"]) for batch in validation) / len(validation)

@@ -15,19 +15,19 @@ from jax.sharding import PartitionSpec as P
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
+from torch import nn
 
 from docs.pages import BLUE, ORANGE, Theme, plain, save_both
-from torch_shard._demo.model import GPT
-from torch_shard._demo.run import PLAN, Settings, choose_mesh, simulate_devices
+from torch_shard._common.simulated import simulate_devices
+from torch_shard._demo import PLAN, Settings
 from torch_shard._fit import METRICS, read_metrics
 
 IMAGES = Path(__file__).parent / "images"
 SHOWN = {"up": "blocks.0.up.weight", "down": "blocks.0.down.weight"}
 
 
-def held(mesh: Mesh, batch_size: int, settings: Settings) -> dict[Any, list[str]]:
+def held(mesh: Mesh, batch_size: int, model: nn.Module) -> dict[Any, list[str]]:
     """What each device holds of the batch and of the shown entries, as JAX says it: torch's slices as text."""
-    model = GPT(**settings.model_arguments)
     plan, shapes = PLAN.resolve(model, mesh), {name: tuple(p.shape) for name, p in model.named_parameters()}
     shown = [(f"{label}.weight", shapes[name], plan[name]) for label, name in SHOWN.items()]
     rows: dict[Any, list[str]] = {device: [] for device in mesh.devices.flat}
@@ -87,10 +87,11 @@ def draw(run: Path, images: Path = IMAGES) -> None:
         run: Where the demo wrote its files.
         images: Where the two SVGs go.
     """
-    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))["settings"]
-    settings = Settings(summary["steps"], run, num_layers=summary["num_layers"])
-    mesh = choose_mesh(summary["axis_sizes"])
-    rows = held(mesh, summary["batch_size"], settings)
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    batch_size = summary["settings"].pop("batch_size")
+    settings = Settings(**summary["settings"])
+    mesh = settings.choose_mesh()
+    rows = held(mesh, batch_size, settings.make_model())
 
     def panels(figure: Figure, theme: Theme) -> None:
         left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
@@ -101,6 +102,6 @@ def draw(run: Path, images: Path = IMAGES) -> None:
 
 
 if __name__ == "__main__":
-    simulate_devices()
+    simulate_devices(8)
     jax.config.update("jax_platforms", "cpu")
     draw(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/demo"))

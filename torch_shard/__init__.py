@@ -26,7 +26,6 @@ if TYPE_CHECKING or not _IS_COMMAND:
         bucket,
         fit,
         pack,
-        write_report,
     )
     from torch_shard._generate import generate
     from torch_shard._hosts import Launch, broadcast, initialize
@@ -166,7 +165,6 @@ __all__ = [
     "tune",
     "unshard",
     "visualize_sharding",
-    "write_report",
 ]
 
 if not _IS_COMMAND:

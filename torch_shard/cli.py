@@ -1,17 +1,13 @@
-"""The command line: `torch-shard demo`, `run`, `preview`, `prove`, `tune`, `inspect`, `convert`, `tutorials`."""
+"""The command line: `torch-shard demo`, `preview`, `prove`, `tune`, `inspect`, `convert`, `tutorials`."""
 
 import logging
 import math
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
-from torch_shard._demo.tutorials import find_tutorials, get_tutorial, read_headline, write_notebook
 
 app = typer.Typer(
     help="Train unmodified torch modules on JAX meshes.",
@@ -20,6 +16,9 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 AXES = ("batch", "model")
+NUM_SIMULATED = 8
+TUTORIALS = (Path(__file__).parent / "_tutorials", Path(__file__).parents[1] / "tutorials")
+"""Within a wheel; beside the package in a checkout."""
 
 REPORTED = ("torch", "jax", "jaxlib", "torchax", "optax", "numpy")
 """Packages whose versions a report of a bug needs, besides JAX's plugins for accelerators."""
@@ -107,7 +106,7 @@ def demo(
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps: 700, or 60 with --quick.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A smaller model for less time, with the same proof.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for metrics, plot, weights and checkpoints.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option(help="Folder for metrics, weights and checkpoints.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of weights, batches, dropout and samples.")] = 0,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on where the run in that folder was cut off, to the bit.")
@@ -122,32 +121,27 @@ def demo(
     SIGTERM save it before they end it; then, or after a crash, --resume goes on.
     """
     axis_sizes = None if mesh is None else parse_mesh(mesh)
-    # Not at the top: matplotlib and the like are for those who ask for a demo.
+    # Not at the top: JAX and torch are for those who ask for a demo.
     from rich.console import Console
 
     from torch_shard._common.simulated import simulate_devices
-    from torch_shard._demo.files import prepare_folder
-    from torch_shard._demo.report import run_demo
-    from torch_shard._demo.run import NUM_SIMULATED, Run, Settings, prepare
-    from torch_shard._demo.text import read_corpus
+    from torch_shard._demo import Run, Settings, begin, run_demo
 
     sizes = {"num_layers": 2, "num_eval_batches": 4} if quick else {}
-    settings = Settings(steps=steps or (60 if quick else 700), out=out, seed=seed, axis_sizes=axis_sizes, **sizes)
-    try:
-        prepare_folder(out)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot write to {out}: {error.strerror}.", param_hint="--out") from error
+    settings = Settings(steps or (60 if quick else 700), seed, axis_sizes, **sizes)
     simulate_devices(NUM_SIMULATED)
     # A table of seven columns, folded to the 80 that rich takes for a pipe's width, is hard to read.
     console = Console()
     console = console if console.is_terminal else Console(width=132)
     try:
-        if not prepare(settings, resume=resume, overwrite=overwrite) and resume:
+        if not begin(settings, out, resume=resume, overwrite=overwrite) and resume:
             console.print(f"Nothing to resume in {out}: a new run begins.")
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write to {out}: {error.strerror}.", param_hint="--out") from error
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--resume" if resume else "--out") from error
     try:
-        run = Run(settings, read_corpus())
+        run = Run(settings, out)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--mesh") from error
     try:
@@ -161,19 +155,6 @@ def demo(
         raise
     if not holds:
         raise typer.Exit(1)
-
-
-@app.command()
-def report(
-    directory: Annotated[Path, typer.Argument(help="What fit(log=...) was given; of the demo, its --out.")],
-) -> None:
-    """Write a page about a run: loss, rates, speed, mesh, memory, loops, compilations. One HTML file, for a browser."""
-    from torch_shard._fit import write_report
-
-    try:
-        typer.echo(write_report(directory))
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(str(error), param_hint="DIRECTORY") from error
 
 
 def _parse_sizes(text: str) -> dict[str, int]:
@@ -272,7 +253,6 @@ def prove(
     sizes = None if mesh is None else _read_sizes(mesh)
 
     from torch_shard._common.simulated import simulate_devices
-    from torch_shard._demo.run import NUM_SIMULATED
     from torch_shard._inspect import find_proved
     from torch_shard._inspect import prove as proved
     from torch_shard._interop import register
@@ -426,71 +406,13 @@ def convert(
 
 
 @app.command()
-def tutorials(
-    name: Annotated[str | None, typer.Argument(help="Which one to run. Without a name they are listed.")] = None,
-    notebook: Annotated[
-        Path | None, typer.Option(metavar="PATH.ipynb", help="Write it as a notebook there, rather than run it.")
-    ] = None,
-    run_all: Annotated[bool, typer.Option("--all", help="Run all of them, one after the other.")] = False,
-) -> None:
-    """List the tutorials, run one as a script, or write it as a notebook.
-
-    Exits with the status of the script; with --all, of the first that fails, after all have run.
-    """
-    if run_all and (name or notebook):
-        raise typer.BadParameter("takes neither a name nor --notebook.", param_hint="--all")
-    if notebook and not name:
-        raise typer.BadParameter("give the name of a tutorial too.", param_hint="--notebook")
-    if run_all:
-        _run_all()
-    elif name and notebook:
-        _write_notebook(_choose(name), notebook)
-    elif name:
-        raise typer.Exit(_run_script(_choose(name)))
-    else:
-        _list_tutorials()
-
-
-def _choose(name: str) -> Path:
-    try:
-        return get_tutorial(name)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="NAME") from error
-
-
-def _list_tutorials() -> None:
-    headlines = {name: read_headline(path) for name, path in find_tutorials().items()}
-    width = max(map(len, headlines), default=0)
-    for name, headline in headlines.items():
-        typer.echo(f"{name:{width}}  {headline}")
-
-
-def _run_script(path: Path) -> int:
-    """The exit status of a script; of one that a signal ended, as a shell says it."""
-    status = subprocess.run([sys.executable, str(path)]).returncode
-    return status if status >= 0 else 128 - status
-
-
-def _run_all() -> None:
-    statuses: dict[str, int] = {}
-    for name, path in find_tutorials().items():
-        typer.secho(f"== {name}: {read_headline(path)}", bold=True)
-        statuses[name] = _run_script(path)
-    failed = {name: status for name, status in statuses.items() if status}
-    typer.echo(f"{len(statuses) - len(failed)} of {len(statuses)} tutorials ran to their end.")
-    for name, status in failed.items():
-        typer.echo(f"{name} failed with status {status}.", err=True)
-    raise typer.Exit(next(iter(failed.values()), 0))
-
-
-def _write_notebook(tutorial: Path, path: Path) -> None:
-    try:
-        write_notebook(tutorial, path)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot write to {path}: {error.strerror}.", param_hint="--notebook") from error
-    except (ImportError, ValueError) as error:
-        raise typer.BadParameter(str(error), param_hint="--notebook") from error
-    typer.echo(f"written: {path}")
+def tutorials() -> None:
+    """List the tutorials: what each is about, and its file, a script for `python` and, by jupytext, a notebook."""
+    folder = next((folder for folder in TUTORIALS if folder.is_dir()), None)
+    for path in sorted(folder.glob("*.py")) if folder else ():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        headline = next((line.removeprefix("# # ") for line in lines if line.startswith("# # ")), "")
+        typer.echo(f"{headline}: python {path}")
 
 
 if __name__ == "__main__":

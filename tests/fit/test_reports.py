@@ -7,11 +7,14 @@ import time
 import jax
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboardX.proto.event_pb2 import Event, SessionLog
+from torch import nn
 
 import torch_shard as ts
+from tests.oracles.steps import step_of
 from tests.tables.runs import DATA, loader, losses, run
 from torch_shard._fit import read_metrics
 from torch_shard._io.manifest import read_head
@@ -35,6 +38,20 @@ def test_the_last_batch_before_a_failure_is_told_of(step, tmp_path):
         ts.fit(step, None, fails(), steps=6, log=tmp_path / "failed", progress=False)
     ts.fit(step, None, DATA[:24].split(8), steps=3, log=tmp_path / "whole", progress=False)
     assert losses(tmp_path / "failed") == losses(tmp_path / "whole")
+
+
+def test_what_was_compiled_is_told_of_with_the_step_and_all_rates(tmp_path):
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    groups = [{"params": [p for p in model.parameters() if p.ndim == n], "lr": 0.1 / n} for n in (1, 2)]
+    step = step_of(model, optimizer=torch.optim.AdamW(groups))
+    ts.fit(step, None, list(torch.randn(4, 8, 8)), steps=3, log=tmp_path, progress=False)
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    (compiled,) = [record for record in records if record["kind"] == "compile"]
+    assert (compiled["batch"], compiled["batch_shapes"]) == (1, ["batch (8, 8)"])
+    assert [r["lr_1"] for r in records if r["kind"] == "train"] == [0.05] * 3
+    events = EventAccumulator(str(tmp_path)).Reload()
+    (text,) = events.Tensors("step/text_summary")
+    assert b"batch=4, model=2" in text.tensor_proto.string_val[0]
 
 
 def test_runs_of_one_second_keep_their_events(step, tmp_path):

@@ -8,7 +8,7 @@ from tests.oracles.errors import refuses
 from tests.tables.host_data import make_step
 from tests.tables.runs import DATA
 from torch_shard._device import HostRows
-from torch_shard._fit.samplers import check_samplers
+from torch_shard._fit.data import check_samplers
 
 MESH = ts.make_mesh(batch=4, model=2)
 

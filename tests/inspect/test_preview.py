@@ -16,7 +16,7 @@ import torch_shard as ts
 from tests.oracles.errors import said
 from tests.tables.cases import make_mesh
 from torch_shard._cost.total import costs_of
-from torch_shard._demo.model import GPT, loss_fn
+from torch_shard._demo import GPT, loss_fn
 from torch_shard.cli import app
 
 WIDTH, LENGTH, WORDS = 32, 16, 64

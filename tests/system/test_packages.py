@@ -7,8 +7,7 @@ import pathlib
 import torch_shard
 
 ROOT = pathlib.Path(torch_shard.__file__).parent
-# Imported file by file: packages without JAX use some files of _common, and a command loads what it needs of _demo.
-OPEN = ("_common", "_demo")
+OPEN = ("_common",)  # imported file by file: packages without JAX use some of its files
 FILES = sorted(ROOT.rglob("*.py"))
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("_*/__init__.py") if path.parent.name not in OPEN)
 

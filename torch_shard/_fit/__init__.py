@@ -6,7 +6,6 @@ from torch_shard._fit.dataset import Rows
 from torch_shard._fit.fit import fit
 from torch_shard._fit.lengths import bucket, pack
 from torch_shard._fit.monitors import Profile, Utilization
-from torch_shard._fit.page import write_report
 from torch_shard._fit.reports import METRICS, read_metrics
 
 __all__ = [
@@ -23,5 +22,4 @@ __all__ = [
     "fit",
     "pack",
     "read_metrics",
-    "write_report",
 ]

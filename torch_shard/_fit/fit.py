@@ -1,10 +1,11 @@
 """The training loop: steps, progress, metrics, evaluation, checkpoints, and an orderly end."""
 
 import contextlib
+import dataclasses
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,21 +17,18 @@ from torch.utils.data import Dataset
 from torch_shard._common.caller import public
 from torch_shard._common.near_misses import near_misses
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed, is_integer
-from torch_shard._fit.alike import agree_on_run
-from torch_shard._fit.bad_step import ON_BAD_STEP, BadStepPolicy
+from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed
 from torch_shard._fit.callbacks import Callback, Callbacks, Run, check_callbacks
-from torch_shard._fit.data import Ahead, Batches
+from torch_shard._fit.data import Ahead, Batches, check_samplers
 from torch_shard._fit.dataset import EvaluationRows, Rows, TrainingRows, as_rows, evaluation_rows
-from torch_shard._fit.loop import Due, Evaluation, Loop
+from torch_shard._fit.loop import Evaluation, Loop, Settings
 from torch_shard._fit.predictions import Compute, Predictions
 from torch_shard._fit.reports import Bar, MetricsLog, Reports
-from torch_shard._fit.samplers import check_samplers
 from torch_shard._fit.schedule import Schedule
 from torch_shard._fit.signals import StopRequest
-from torch_shard._hosts import Gate
+from torch_shard._hosts import Gate, compare
 from torch_shard._io import Checkpointer
-from torch_shard._state import TrainState, check_skip_grad_norm
+from torch_shard._state import TrainState
 from torch_shard._train import ApplyFn, EvalStep, Step, TrainStep
 
 logger = logging.getLogger(__name__)
@@ -157,57 +155,41 @@ def fit(
         >>> int(state.step)
         30
     """
-    counts = {"steps": steps, "log_every": log_every, "prefetch": prefetch}
-    _check_numbers(counts, eval_every=eval_every, check_replicas_every=check_replicas_every)
-    if not is_integer(prove_steps) or prove_steps < 0:
-        raise ValueError(f"fit: prove_steps must be an integer, 0 or more, got {prove_steps!r}.")
-    _check_on_bad_step(on_bad_step)
-    seed = check_seed(seed)
-    check_skip_grad_norm(skip_grad_norm)
+    settings = Settings(
+        steps=steps,
+        eval_every=eval_every,
+        on_bad_step=on_bad_step,
+        skip_grad_norm=skip_grad_norm,
+        seed=check_seed(seed),
+        prove_steps=prove_steps,
+        check_replicas_every=check_replicas_every,
+    )
+    check_count("log_every", log_every)
+    check_count("prefetch", prefetch)
     _check_kinds(step, state, checkpointer, log)
     check_callbacks(callbacks)
     check_kind("progress", progress, bool | Console)
     loader = as_rows("loader", loader, batch_size, shuffle=True)
     eval_loader = evaluation_rows(eval_loader, batch_size, loader)
     _check_evaluation(eval_loader, eval_every, eval_step, predict or compute_metrics)
-    batches, evaluation = _batches("loader", loader, step, seed), None
+    batches, evaluation = _batches("loader", loader, step, settings.seed), None
     if eval_loader is not None:
         eval_step = eval_step or step.evaluation()
         predictions = None
         if predict is not None or compute_metrics is not None:
             predictions = Predictions(step, predict, compute_metrics)
-        evaluation = Evaluation(eval_step, _batches("eval_loader", eval_loader, eval_step, seed), predictions)
-    evaluates = evaluation is not None
-    schedule = Schedule.of(step, scheduler, schedule_by, epoch=batches.per_epoch, evaluates=evaluates)
+        evaluation = Evaluation(eval_step, _batches("eval_loader", eval_loader, eval_step, settings.seed), predictions)
+    schedule = Schedule.of(step, scheduler, schedule_by, epoch=batches.per_epoch, evaluates=evaluation is not None)
     gate = Gate.of(step.mesh)
     if gate is not None:
-        settings = {
-            "steps": steps,
-            "eval_every": eval_every,
-            "on_bad_step": on_bad_step,
-            "skip_grad_norm": skip_grad_norm,
-            "seed": seed,
-            "prove_steps": prove_steps,
-            "check_replicas_every": check_replicas_every,
-            "a given state": state is not None,
-            "predictions": predict is not None,
-        }
-        agree_on_run(settings, checkpointer, {"loader": loader, "eval_loader": eval_loader})
+        given = {"a given state": state is not None, "predictions": predict is not None}
+        loaders = {"loader": loader, "eval_loader": eval_loader}
+        _agree_on_run(dataclasses.asdict(settings) | given, checkpointer, loaders)
     state, notes = _begin(step, state, checkpointer)
     if evaluation is not None:
         evaluation.try_out(state)
     start = int(state.num_batches)
-    if start > steps:
-        raise ValueError(
-            f"fit: the state has seen {start} batches, and steps={steps} is the number of the whole run. "
-            f"For {steps} more give steps=int(state.num_batches) + {steps}."
-        )
-    if start == steps:
-        logger.warning(
-            "fit: the state has seen %d batches already, and steps=%d is the number of the whole run.", start, steps
-        )
-    if not step.model.training and any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in step.model.modules()):
-        logger.warning("fit: the model is in eval mode, so nothing is dropped. To train it, call model.train() before.")
+    _check_start(step, start, steps)
     with contextlib.ExitStack() as stack:
         tells = jax.process_index() == 0
         bar = stack.enter_context(Bar(progress if tells else False, start, steps))
@@ -222,30 +204,23 @@ def fit(
         ahead = Ahead(batches.starting_at(start), step, prefetch, steps - start)
         stack.callback(ahead.close)
         reports = Reports(bar, metrics_log, log_every, start)
-        run = Run(step, steps, start, state, reports)
-        told = Callbacks(callbacks, run)
+        told = Callbacks(callbacks, Run(step, steps, start, state, reports))
         told.take_up(notes.get("callbacks", {}))
         told.tell("on_begin")
         schedule.begin(start, notes, step.optimizer)
-        guard = BadStepPolicy(on_bad_step, skip_grad_norm)
-        due = Due(eval_every, check_replicas_every)
-        proved_until = start + prove_steps
         return Loop(
-            state,
-            start,
-            step,
-            ahead,
-            steps,
-            proved_until,
-            evaluation,
-            due,
-            checkpointer,
-            reports,
-            guard,
-            stop,
-            schedule,
-            told,
-            explains=on_bad_step == "explain",
+            settings=settings,
+            state=state,
+            position=start,
+            proved_until=start + prove_steps,
+            step=step,
+            ahead=ahead,
+            evaluation=evaluation,
+            checkpointer=checkpointer,
+            reports=reports,
+            stop=stop,
+            schedule=schedule,
+            told=told,
         ).run()
 
 
@@ -256,15 +231,19 @@ def _batches(argument: str, loader: Any, step: Step, seed: int) -> Batches:
     return Batches(loader, seed=seed)
 
 
-def _check_numbers(numbers: dict[str, int], **optional: int | None) -> None:
-    for name, value in numbers.items() | optional.items():
-        if value is not None or name in numbers:
-            check_count(name, value)
-
-
-def _check_on_bad_step(on_bad_step: object) -> None:
-    if on_bad_step not in ON_BAD_STEP:
-        raise ValueError(f"fit: on_bad_step must be one of {', '.join(map(repr, ON_BAD_STEP))}, got {on_bad_step!r}.")
+def _check_start(step: TrainStep, start: int, steps: int) -> None:
+    """Refuse a state that is ahead of the run, and warn of what is probably a mistake."""
+    if start > steps:
+        raise ValueError(
+            f"fit: the state has seen {start} batches, and steps={steps} is the number of the whole run. "
+            f"For {steps} more give steps=int(state.num_batches) + {steps}."
+        )
+    if start == steps:
+        logger.warning(
+            "fit: the state has seen %d batches already, and steps=%d is the number of the whole run.", start, steps
+        )
+    if not step.model.training and any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in step.model.modules()):
+        logger.warning("fit: the model is in eval mode, so nothing is dropped. To train it, call model.train() before.")
 
 
 def _check_kinds(step: object, state: object, checkpointer: object, log: object) -> None:
@@ -302,3 +281,35 @@ def _begin(
                 logger.info("fit: goes on from step %d in %s", int(saved.step), checkpointer.directory)
                 return saved, checkpointer.notes(int(saved.step))
     return step.init(seed=0) if state is None else state, {}
+
+
+_OF_LOADERS = ("batch_size", "drop_last")
+"""Attributes of a loader that decide how many batches it gives."""
+
+_ADVICE = {
+    "directory of the Checkpointer": "All processes save into one directory, which all of them see.",
+    "the newest checkpoint": "All processes must see one directory of checkpoints, on a disk that they share.",
+}
+
+
+def _agree_on_run(
+    settings: Mapping[str, object], checkpointer: Checkpointer | None, loaders: Mapping[str, object]
+) -> None:
+    """Compare the arguments of `fit` on which the number and the order of its steps depend."""
+    facts = dict(settings) | {"the presence of a checkpointer": checkpointer is not None}
+    if checkpointer is not None:
+        own = {"every": checkpointer.every, "keep": checkpointer.keep, "directory": checkpointer.directory}
+        facts |= {f"{name} of the Checkpointer": value for name, value in own.items()}
+        facts["the newest checkpoint"] = next(iter(checkpointer.steps()[::-1]), None)
+    for name, loader in loaders.items():
+        facts[f"the kind of {name}"] = type(loader).__name__
+        facts |= {f"{each} of {name}": getattr(loader, each) for each in _OF_LOADERS if hasattr(loader, each)}
+        facts[f"the length of {name}"] = _length(loader)
+    compare("the beginning of fit", facts, advice=lambda name: _ADVICE.get(name, "Give all processes the same."))
+
+
+def _length(loader: object) -> int | None:
+    try:
+        return len(loader)  # pyright: ignore[reportArgumentType]
+    except (TypeError, NotImplementedError):
+        return None

@@ -17,6 +17,10 @@ _MOST_ITEMS, _MOST_OBJECTS = 64, 10_000  # of a container that may hold generato
 _OPAQUE = (str, bytes, int, float, complex, type, types.ModuleType, torch.Tensor, np.ndarray, torch.nn.Module)
 
 
+_GLOBAL = (random, np.random, torch.default_generator)
+"""Python's and NumPy's global ones, which are modules, and torch's."""
+
+
 class Streams:
     """Within a `with`, the generators go on where the last one left off; outside they are as they were.
 
@@ -26,37 +30,23 @@ class Streams:
     """
 
     def __init__(self, held: list[Any], seed: np.random.SeedSequence) -> None:
-        self._torches = [torch.default_generator, *(g for g in held if isinstance(g, torch.Generator))]
-        self._others = [g for g in held if not isinstance(g, torch.Generator)]
-        words = seed.generate_state(4)
-        self._inside: list[Any] = [
-            random.Random(int(words[0])).getstate(),
-            np.random.RandomState(words[1:2]).get_state(),
-            *(torch.Generator().manual_seed(int(words[2]) + i).get_state() for i in range(len(self._torches))),
-            *(_fresh(g, int(words[3]) + i) for i, g in enumerate(self._others)),
-        ]
+        self._all: list[Any] = [*_GLOBAL, *held]
+        words = map(int, seed.generate_state(len(self._all)))
+        self._inside = [_fresh(generator, word) for generator, word in zip(self._all, words, strict=True)]
         self._outside: list[Any] = []
 
-    def _read(self) -> list[Any]:
-        own = [_state(g) for g in self._others]
-        return [random.getstate(), np.random.get_state(), *(g.get_state() for g in self._torches), *own]
-
-    def _write(self, states: list[Any]) -> None:
-        python, numpy, *rest = states
-        random.setstate(python)
-        np.random.set_state(numpy)
-        for generator, state in zip(self._torches, rest, strict=False):
-            generator.set_state(state)
-        for generator, state in zip(self._others, rest[len(self._torches) :], strict=True):
-            _set_state(generator, state)
-
     def __enter__(self) -> None:
-        self._outside = self._read()
-        self._write(self._inside)
+        self._outside = self._swap(self._inside)
 
     def __exit__(self, *_: object) -> None:
-        self._inside = self._read()
-        self._write(self._outside)
+        self._inside = self._swap(self._outside)
+
+    def _swap(self, states: list[Any]) -> list[Any]:
+        """Take these up, and return those of before."""
+        before = list(map(_state, self._all))
+        for generator, state in zip(self._all, states, strict=True):
+            _set_state(generator, state)
+        return before
 
 
 def reseed(held: Iterable[Any], *words: int) -> None:
@@ -66,34 +56,34 @@ def reseed(held: Iterable[Any], *words: int) -> None:
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
     for number, generator in enumerate(held):
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(seed ^ number)
-        else:
-            _set_state(generator, _fresh(generator, seed ^ number))
+        _set_state(generator, _fresh(generator, seed ^ number))
 
 
 def _state(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
 
 
 def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
+    if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
+    elif hasattr(generator, "setstate"):
+        generator.setstate(state)
     else:
         generator.set_state(state)
 
 
 def _fresh(generator: Any, seed: int) -> Any:
     """The state of a generator of this kind from a seed."""
-    if isinstance(generator, random.Random):
+    if hasattr(generator, "getstate"):
         return random.Random(seed).getstate()
-    bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator._bit_generator
-    fresh = type(bits)(seed)
-    return fresh.state if isinstance(generator, np.random.Generator) else np.random.RandomState(fresh).get_state()
+    if isinstance(generator, torch.Generator):
+        return torch.Generator(generator.device).manual_seed(seed).get_state()
+    if isinstance(generator, np.random.Generator):
+        return type(generator.bit_generator)(seed).state
+    bits = type(generator._bit_generator) if isinstance(generator, np.random.RandomState) else np.random.MT19937
+    return np.random.RandomState(bits(seed)).get_state()
 
 
 def find_generators(loader: Any) -> list[Any]:

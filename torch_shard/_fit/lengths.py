@@ -186,14 +186,12 @@ class pack:
         positions = np.zeros(shape, np.int64)
         for number, row in enumerate(rows):
             start = 0
-            for part in [*row, np.full(self._length - sum(map(len, row)), self._pad)]:
+            for part in row:
                 stop = start + len(part)
                 ids[number, start:stop], positions[number, start:stop] = part, np.arange(len(part))
+                labels[number, start + 1 : stop] = part[1:]
                 start = stop
-            start = 0
-            for part in row:
-                labels[number, start + 1 : start + len(part)] = part[1:]
-                start += len(part)
+            positions[number, start:] = np.arange(self._length - start)
             self.num_tokens += start
         self.num_slots += ids.size
         found = {"input_ids": ids, "position_ids": positions, "labels": labels}

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from torch_shard._fit.bad_step import BadStepError, BadStepPolicy
+from torch_shard._common.validate import check_count, is_integer
+from torch_shard._fit.bad_step import BadStepError, BadStepPolicy, check_on_bad_step
 from torch_shard._fit.callbacks import Callbacks
 from torch_shard._fit.data import Ahead, Batches
 from torch_shard._fit.first_non_finite import explained, first_non_finite
-from torch_shard._fit.overview import compilation, write_overview
 from torch_shard._fit.predictions import Predictions
 from torch_shard._fit.reports import Reports, num_rows, scalars
 from torch_shard._fit.schedule import Schedule
@@ -21,7 +21,7 @@ from torch_shard._fit.signals import StopRequest
 from torch_shard._hosts import PeerError
 from torch_shard._io import Checkpointer
 from torch_shard._spmd import assert_replica_integrity
-from torch_shard._state import TrainState
+from torch_shard._state import TrainState, check_skip_grad_norm
 from torch_shard._train import EvalStep, ShardedBatch, TrainStep
 
 logger = logging.getLogger(__name__)
@@ -70,29 +70,47 @@ class Evaluation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Due:
-    """Batches from one evaluation, and from one check of replicas, to the next; None for none."""
+class Settings:
+    """What a run does, and when, as `fit` takes it: alike in all processes."""
 
-    evaluation: int | None
-    replicas: int | None
+    steps: int
+    eval_every: int | None
+    on_bad_step: str
+    skip_grad_norm: float | None
+    seed: int
+    prove_steps: int
+    check_replicas_every: int | None
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps)
+        for name in ("eval_every", "check_replicas_every"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        if not is_integer(self.prove_steps) or self.prove_steps < 0:
+            raise ValueError(f"fit: prove_steps must be an integer, 0 or more, got {self.prove_steps!r}.")
+        check_on_bad_step(self.on_bad_step)
+        check_skip_grad_norm(self.skip_grad_norm)
+
+    @property
+    def guard(self) -> BadStepPolicy:
+        """What looks at each step."""
+        return BadStepPolicy(self.on_bad_step, self.skip_grad_norm)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class Loop:
     """One call of `fit`, from batch to batch."""
 
+    settings: Settings
     state: TrainState
     position: int
     """Number of batches seen."""
+    proved_until: int
     step: TrainStep
     ahead: Ahead
-    steps: int
-    proved_until: int
     evaluation: Evaluation | None
-    due: Due
     checkpointer: Checkpointer | None
     reports: Reports
-    guard: BadStepPolicy
     stop: StopRequest
     schedule: Schedule
     told: Callbacks
@@ -100,8 +118,6 @@ class Loop:
     """The batch of a step that was begun, until the step is dispatched."""
     stopped: bool = False
     """Whether a bad step or a callback has ended the run."""
-    explains: bool = False
-    """Whether a bad step is explained at length."""
     ended: bool = False
     """Whether callbacks were told of the end."""
     sound: bool = True
@@ -112,7 +128,7 @@ class Loop:
         failed = None
         self._heed()
         try:
-            while self.position < self.steps and not self.stopped and self.stop.may_run(self.position):
+            while self.position < self.settings.steps and not self.stopped and self.stop.may_run(self.position):
                 self._advance(next(self.ahead))
                 # All processes stop before a batch that is missing in one, which goes on with them until then.
                 found = self.ahead.failed() if failed is None else None
@@ -125,7 +141,7 @@ class Loop:
             self._rescue(error)
             raise
         self._end()
-        if self.position < self.steps and not self.stopped:
+        if self.position < self.settings.steps and not self.stopped:
             self.stop.leave(self.position)
         return self.state
 
@@ -137,7 +153,7 @@ class Loop:
         is_done = self.reports.look()
         num_compiles, start = self.step.num_compiles, time.perf_counter()
         rates = self.schedule.rates(self.step.optimizer)
-        self.state, metrics = self.step(self.state, placed, skip_grad_norm=self.guard.skip_grad_norm)
+        self.state, metrics = self.step(self.state, placed, skip_grad_norm=self.settings.skip_grad_norm)
         self.begun, self.position = None, self.position + 1
         compiling = time.perf_counter() - start if self.step.num_compiles > num_compiles else 0.0
         self.reports.leave_out(0.0 if is_done else compiling)  # which is between the last record and what follows
@@ -148,10 +164,10 @@ class Loop:
             self._note_compilation(placed, compiling)
         self.ahead.fill()
         began = functools.partial(first_non_finite, self.step, placed)
-        if self.explains:
+        if self.settings.on_bad_step == "explain":
             directory = self.reports.directory if self.checkpointer is None else self.checkpointer.directory
             began = functools.partial(explained, self.step, placed, directory=directory)
-        stopped = self.guard.stops(self.state, metrics, self.position, began)
+        stopped = self.settings.guard.stops(self.state, metrics, self.position, began)
         if stopped is not None:
             self.state, self.stopped = stopped, True
         else:
@@ -162,19 +178,18 @@ class Loop:
             self._heed()
 
     def _note_compilation(self, placed: ShardedBatch, seconds: float) -> None:
+        if self.reports.directory is None:
+            return
         leaves = zip(placed.signature.paths, placed.arrays, strict=False)
         shapes = [f"{path} {tuple(array.shape)}" for path, array in leaves]
-        self.reports.add_compilation(self.position, compilation(self.step, shapes, seconds))
-        self._describe()
-
-    def _describe(self) -> None:
-        """Write down what the run is: early, as it may not come to its end, and at its end."""
-        if (directory := self.reports.directory) is not None:
-            write_overview(directory, self.step, self.steps)
+        loops = [f"{', '.join(loop.layers)}: {loop.num_iterations}" for loop in self.step.programs[-1].loops]
+        found = {"seconds": round(seconds, 3), "batch_shapes": shapes, "loops": loops}
+        self.reports.add_compilation(self.position, found)
+        self.reports.add_text(self.position, "step", f"{self.step!r}\n\n{self.step.report()}")
 
     def _prove(self, placed: ShardedBatch) -> None:
         """Compare the step that is to come with eager torch, before anything of the state is lost."""
-        found = self.step.prove(self.state, placed, skip_grad_norm=self.guard.skip_grad_norm)
+        found = self.step.prove(self.state, placed, skip_grad_norm=self.settings.skip_grad_norm)
         found.raise_if_different()
         worst = found.rows[0]
         logger.info(
@@ -185,14 +200,14 @@ class Loop:
     def _between(self) -> None:
         """Do what is due after this batch."""
         state, position = self.state, self.position
-        if self.due.replicas and position % self.due.replicas == 0:
+        if (every := self.settings.check_replicas_every) and position % every == 0:
             self.sound = False
             self.reports.flush()
             with self.reports.paused():
                 assert_replica_integrity(state)
             self.sound = True
-        every = self.due.evaluation
-        if self.evaluation and (position == self.steps or (every and position % every == 0)):
+        every = self.settings.eval_every
+        if self.evaluation and (position == self.settings.steps or (every and position % every == 0)):
             self.reports.flush()
             with self.reports.paused():
                 found = self.evaluation(state)
@@ -221,14 +236,13 @@ class Loop:
             self.ended = True
             self.told.at(self.position, self.state)
             self.told.tell("on_end")
-            self._describe()
         if self.checkpointer is not None:
             self.checkpointer.save(self.state, metrics=self.reports.numbers, notes=self._notes())
             self.checkpointer.wait()
 
     def _rescue(self, error: Exception) -> None:
         """Save what there is, where all processes can come to it, and say with the error where it happened."""
-        error.add_note(f"fit: after {self.position} of {self.steps} batches.")
+        error.add_note(f"fit: after {self.position} of {self.settings.steps} batches.")
         if isinstance(error, BadStepError):
             self.state = error.state
         if not self.sound:  # all have found that

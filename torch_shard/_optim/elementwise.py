@@ -8,16 +8,15 @@ elements are allowed (norms), which then may be taken in another order.
 # JAX annotates its functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxprs_in_params
 
 from torch_shard._common.types import PyTree
+from torch_shard._optim.equation_keys import EqnKey
 
 _BY_ELEMENT = frozenset(
     {"add", "add_any", "sub", "mul", "div", "rem", "neg", "abs", "sign", "square", "sqrt", "rsqrt", "cbrt", "pow"}
@@ -51,9 +50,8 @@ def works_by_element(
     for one, other in zip(*(trace.out_avals for trace in traces), strict=False):
         if one.shape != other.shape and shapes.get(one.shape) != other.shape:
             return False
-    has_scalars_alone = all(np.ndim(const) == 0 for trace in traces for const in trace.consts)
-    same_consts = has_scalars_alone and all(itertools.starmap(_same, zip(*(t.consts for t in traces), strict=False)))
-    return same_consts and _alike(*(trace.jaxpr for trace in traces))
+    keys = EqnKey(_without_shapes, lambda aval: aval.dtype)
+    return all(map(_sees_no_shapes, traces)) and len({keys.of_closed(trace) for trace in traces}) == 1
 
 
 def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -61,55 +59,35 @@ def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
-def _same(one: Any, other: Any) -> bool:
-    return one is other or (not isinstance(one, Tracer) and bool(np.array_equal(one, other, equal_nan=True)))
+def _without_shapes(eqn: JaxprEqn) -> Mapping[str, object]:
+    """Parameters that do not follow from shapes: of a call, the functions that it calls."""
+    if eqn.primitive.name in _CALLS:
+        return {name: value for name, value in eqn.params.items() if _functions(value)}
+    return {name: value for name, value in eqn.params.items() if name not in _SHAPES}
 
 
-def _alike(one: Jaxpr, other: Jaxpr) -> bool:
-    """Tell whether two jaxprs do the same to each element."""
-    if len(one.eqns) != len(other.eqns) or len(one.invars) != len(other.invars):
-        return False
-    numbers: list[dict[Any, int]] = [{}, {}]
-
-    def wiring(number: int, atoms: list[Any]) -> list[object]:
-        known = numbers[number]
-        return [_literal(v) if isinstance(v, Literal) else known.setdefault(v, len(known)) for v in atoms]
-
-    def wired(first: list[Any], second: list[Any]) -> bool:
-        return wiring(0, first) == wiring(1, second)
-
-    if not wired([*one.constvars, *one.invars], [*other.constvars, *other.invars]):
-        return False
-    for eqn, twin in zip(one.eqns, other.eqns, strict=True):
-        if not _does_the_same(eqn, twin) or not wired([*eqn.invars, *eqn.outvars], [*twin.invars, *twin.outvars]):
-            return False
-    return wired(list(one.outvars), list(other.outvars))
+def _functions(value: object) -> list[ClosedJaxpr]:
+    """The functions that a parameter holds."""
+    values = value if isinstance(value, tuple | list) else (value,)
+    return [each for each in values if isinstance(each, ClosedJaxpr)]
 
 
-def _literal(literal: Literal) -> object:
-    return str(literal.aval.dtype), np.asarray(literal.val).tobytes()  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _does_the_same(eqn: JaxprEqn, twin: JaxprEqn) -> bool:
-    name = eqn.primitive.name
-    if eqn.primitive is not twin.primitive or not all(map(_sees_no_shape, (eqn, twin))):
-        return False
-    if name in _CALLS:
-        inner = [list(jaxprs_in_params(e.params)) for e in (eqn, twin)]
-        return len(inner[0]) == len(inner[1]) and all(itertools.starmap(_alike, zip(*inner, strict=True)))
-    kept = [{k: repr(v) for k, v in e.params.items() if k not in _SHAPES} for e in (eqn, twin)]
-    return kept[0] == kept[1]
+def _sees_no_shapes(closed: ClosedJaxpr) -> bool:
+    return all(np.ndim(const) == 0 for const in closed.consts) and all(map(_sees_no_shape, closed.jaxpr.eqns))
 
 
 def _sees_no_shape(eqn: JaxprEqn) -> bool:
-    name, ranks = eqn.primitive.name, [_rank(v) for v in eqn.invars]
-    if name in _BY_ELEMENT or name in _CALLS:
+    name, ranks, within = eqn.primitive.name, [_rank(v) for v in eqn.invars], list(jaxprs_in_params(eqn.params))
+    if name in _CALLS:
+        functions = [each for value in eqn.params.values() for each in _functions(value)]
+        return len(functions) == len(within) and all(map(_sees_no_shapes, functions))
+    if name in _BY_ELEMENT:
         return True
     if name in _TO_ONE:
         return len(eqn.params["axes"]) == ranks[0]
     if name == "broadcast_in_dim":
         return ranks[0] == 0
-    return not any(ranks) and not any(map(_rank, eqn.outvars)) and not list(jaxprs_in_params(eqn.params))
+    return not any(ranks) and not any(map(_rank, eqn.outvars)) and not within
 
 
 def _rank(atom: Any) -> int:

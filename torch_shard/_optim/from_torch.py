@@ -7,40 +7,22 @@
 import dataclasses
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import struct_of, to_host
 from torch_shard._optim.average import SLOT, rule_with_average
-from torch_shard._optim.matrix_rules import ADAFACTOR, MUON
-from torch_shard._optim.rule import Flags, Rule, Scalars, Slots, frozen_flags, read_numbers
-from torch_shard._optim.rules import ADADELTA, ADAGRAD, ADAM, ADAMAX, ASGD, NADAM, RADAM, RMSPROP, RPROP, SGD
+from torch_shard._optim.known import refuse_own_step, rule_of
+from torch_shard._optim.rule import Flags, Scalars, Slots, frozen_flags, read_numbers
 from torch_shard._optim.stored_update import StoredUpdate
 from torch_shard._sharding import Layout, Stacks, keep_stacks, whole_stacks
 
 logger = logging.getLogger(__name__)
-
-RULES: dict[type[torch.optim.Optimizer], Rule] = {
-    torch.optim.AdamW: ADAM,
-    torch.optim.Adam: ADAM,
-    torch.optim.SGD: SGD,
-    torch.optim.Adagrad: ADAGRAD,
-    torch.optim.Adadelta: ADADELTA,
-    torch.optim.Adamax: ADAMAX,
-    torch.optim.NAdam: NADAM,
-    torch.optim.RAdam: RADAM,
-    torch.optim.RMSprop: RMSPROP,
-    torch.optim.ASGD: ASGD,
-    torch.optim.Rprop: RPROP,
-    torch.optim.Adafactor: ADAFACTOR,
-    torch.optim.Muon: MUON,
-}
 
 
 @jax.tree_util.register_dataclass
@@ -49,17 +31,14 @@ class TorchOptState:
     """What an optimizer of torch keeps.
 
     Attributes:
-        steps: Steps taken by each parameter group, and by each parameter that began later than its group, int32
-            `(num_counts,)`.
-        kept: Other numbers of each of these, by torch's name, `(num_counts,)`: `mu_product` of NAdam, `eta` of ASGD.
-        taken: Steps taken by each parameter, int32 `(num_params,)`, in the optimizer's order: fewer than its group's
-            where a loss has not reached it.
+        taken: Steps taken by each parameter, int32 `(num_params,)`, in the optimizer's order: none while no loss has
+            reached it.
+        kept: Other numbers of each, by torch's name, `(num_params,)`: `mu_product` of NAdam, `eta` of ASGD.
         slots: What is kept for each parameter, by torch's name for it, then by the parameter's: `exp_avg`, ...
     """
 
-    steps: jax.Array
-    kept: dict[str, jax.Array]
     taken: jax.Array
+    kept: dict[str, jax.Array]
     slots: dict[str, Mapping[str, jax.Array]]
 
 
@@ -86,25 +65,27 @@ class TorchOptimizer:
         trainable: Sequence[str],
         ema: float | None = None,
     ) -> None:
-        self.optimizer, self.rule = optimizer, _rule_of(optimizer)
+        self.optimizer, self.rule = optimizer, rule_of(optimizer)
         if ema is not None:
             self.rule = rule_with_average(self.rule, ema)
         names = {id(tensor): name for name, tensor in params.items()}
         self._members = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
         self._refuse_strangers()
-        self._trainable = frozenset(trainable)
-        self.note_late()
+        self._group_of = {
+            name: number for number, own in enumerate(self._members) for name in own if name in frozenset(trainable)
+        }
+        self._adopted = optimizer.state
         self._flags = [self.rule.flags(group) for group in optimizer.param_groups]
         self._shape = self._present_shape()
         self._values: list[list[float]] = []
         self._num_reads = -1  # without the one below
         self.inputs = torch.empty(len(self._members), len(self._names_of_numbers()), dtype=torch.float64)
         self.read()
-        if alone := [name for name in trainable if name not in self._count_of]:
+        if alone := [name for name in trainable if name not in self._group_of]:
             logger.info(
                 "%s: in no parameter group of the optimizer, and so left as they are: %s", caller(), ", ".join(alone)
             )
-        dtypes = {params[name].dtype for name in self._count_of}
+        dtypes = {params[name].dtype for name in self._group_of}
         self._dtype = jnp.float64 if torch.float64 in dtypes or torch.complex128 in dtypes else jnp.float32
         self._kept_dtype = jnp.float64 if torch.get_default_dtype() == torch.float64 else jnp.float32  # as in torch
 
@@ -150,36 +131,13 @@ class TorchOptimizer:
                 f"{', '.join(found[:8])}{', ...' * (len(found) > 8)}. Make it of those parameters alone, or name more."
             )
 
-    def note_late(self) -> bool:
-        """Give the parameters that took no step, of groups where others did, counts of steps of their own.
-
-        They had no gradient so far, and begin at step 0 as in torch.
-
-        Returns:
-            Whether there are others than before.
-        """
-        before = getattr(self, "_count_of", None)
-        self._count_of = {
-            n: number for number, names in enumerate(self._members) for n in names if n in self._trainable
-        }
-        self._groups = list(range(len(self._members)))
-        states = self._in_torch()
-        for number, names in enumerate(self._members):
-            own = [name for name in names if name in self._trainable]
-            late = [name for name in own if not states[name] or not float(states[name].get("step", 1))]
-            for name in late if len(late) < len(own) else ():
-                self._count_of[name] = len(self._groups)
-                self._groups.append(number)
-        self._adopted = self.optimizer.state
-        return before is not None and before != self._count_of
-
     def _in_torch(self) -> dict[str, Mapping[str, Any]]:
         """What the optimizer keeps now in torch, by the names of the parameters that are trained."""
         return {
             name: self.optimizer.state.get(p, {})
             for group, names in zip(self.optimizer.param_groups, self._members, strict=True)
             for p, name in zip(group["params"], names, strict=True)
-            if name in self._trainable
+            if name in self._group_of
         }
 
     def refuse_loaded(self, state: TorchOptState, values: Mapping[str, torch.Tensor]) -> None:
@@ -203,29 +161,6 @@ class TorchOptimizer:
             )
         self._adopted = self.optimizer.state
 
-    def refuse_late(self, state: TorchOptState, without: Collection[str]) -> None:
-        """Refuse parameters that a loss reaches which earlier ones have not.
-
-        Args:
-            state: Of the run.
-            without: Parameters that the loss does not reach.
-
-        Raises:
-            ValueError: torch would begin some at step 0, where their group has gone further.
-        """
-        steps, taken = np.asarray(state.steps), np.asarray(state.taken)
-        pairs = zip(self._count_of.items(), taken, strict=True)
-        late = [name for (name, at), num in pairs if name not in without and num != steps[at]]
-        if not self.rule.counts:
-            groups = [self.optimizer.param_groups[number] for number in self._groups]
-            late = [name for name in late if _begins_whole(groups[self._count_of[name]])]
-        if late:
-            raise ValueError(
-                f"{caller()}: the loss reaches {', '.join(late[:8])}, which steps so far have not: torch counts its "
-                "steps from here on, and this state has one count for its group. Go on by way of torch: "
-                "optimizer.load_state_dict(step.export_optimizer(state)), step.export(state), and a new step of these."
-            )
-
     # What is read of torch at each step
 
     def _names_of_numbers(self) -> list[str]:
@@ -246,7 +181,7 @@ class TorchOptimizer:
             ValueError: A group, its parameters or its flags have changed.
             NotImplementedError: The optimizer has got step hooks, or another `step`.
         """
-        _refuse_own_step(self.optimizer)
+        refuse_own_step(self.optimizer)
         if self._present_shape() != self._shape:
             raise ValueError(
                 f"{caller()}: the parameter groups of the optimizer, or flags such as amsgrad, nesterov or whether "
@@ -274,16 +209,15 @@ class TorchOptimizer:
         """The state at step 0, of parameters by name."""
         slots: dict[str, dict[str, jax.Array]] = {}
         for name, tensor in params.items():
-            if name in self._count_of:
+            if name in self._group_of:
                 for slot, value in self._slots(tensor, self._flags_of(name)).items():
                     slots.setdefault(slot, {})[name] = value
-        num = len(self._groups)
+        num = len(self._group_of)
         kept = {name: jnp.full((num,), value, self._kept_dtype) for name, value in self.rule.kept.items()}
-        taken = jnp.zeros((len(self._count_of),), jnp.int32)
-        return TorchOptState(jnp.zeros((num,), jnp.int32), kept, taken, dict[str, Mapping[str, jax.Array]](slots))
+        return TorchOptState(jnp.zeros((num,), jnp.int32), kept, dict[str, Mapping[str, jax.Array]](slots))
 
     def _flags_of(self, name: str) -> Flags:
-        return self._flags[self._groups[self._count_of[name]]]
+        return self._flags[self._group_of[name]]
 
     def _slots(self, tensor: jax.Array, flags: Flags) -> Slots:
         if why := self.rule.refuses(tensor.shape):
@@ -310,91 +244,77 @@ class TorchOptimizer:
             layout: How results are stored.
             without: Parameters without a gradient: they and what is kept for them stay as they are.
         """
-        scalars, kept = self._coefficients(state, inputs)
-        reached = [name not in without for name in self._count_of]
-        counts = {at for name, at in self._count_of.items() if name not in without}
-        moves = np.array([at in counts for at in range(len(self._groups))])
+        of_groups, own, kept = self._coefficients(state, inputs)
+        moves = np.array([name not in without for name in self._group_of], bool)
         new = dataclasses.replace(
             state,
-            steps=state.steps + moves.astype(np.int32),
+            taken=state.taken + moves.astype(np.int32),
             kept={name: jnp.where(moves, value, state.kept[name]) for name, value in kept.items()},
-            taken=state.taken + np.array(reached, np.int32),
         )
-        given = {n: (scalars[at], self._flags_of(n)) for n, at in self._count_of.items() if n not in without}
-        rows = StoredUpdate(self.rule, given)
+        given = {n: (at, group) for at, (n, group) in enumerate(self._group_of.items()) if n not in without}
+        rows, slots = StoredUpdate(self.rule, self._flags, of_groups, own, given), cast(dict[str, Stacks], state.slots)
         if self.rule.by_element or not layout.kept:
-            params, slots = rows.updated(grads, state.slots, params)
+            params, slots = rows.updated(grads, slots, params)
             return params, dataclasses.replace(new, slots=slots)
-        grads, slots, params = whole_stacks((grads, state.slots, params))
+        grads, slots, params = whole_stacks((grads, slots, params))
         params, slots = rows.updated(grads, slots, params)
         return keep_stacks(params, layout), dataclasses.replace(new, slots=keep_stacks(slots, layout))
 
-    def _coefficients(self, state: TorchOptState, inputs: jax.Array) -> tuple[list[Scalars], dict[str, jax.Array]]:
-        """For each group what its tensors are updated with; and what the groups keep."""
+    def _coefficients(self, state: TorchOptState, inputs: jax.Array) -> tuple[list[Scalars], Scalars, Scalars]:
+        """What each group, and in its place each parameter, is updated with; and the numbers kept of each parameter."""
         names, dtype = self._names_of_numbers(), self._dtype
-        found, kept = list[Scalars](), list[Scalars]()
-        for number, group in enumerate(self._groups):
-            numbers = {name: inputs[group, at].astype(dtype) for at, name in enumerate(names)}
-            own = {name: values[number].astype(dtype) for name, values in state.kept.items()}
-            t = (state.steps[number] + 1).astype(dtype)
-            coefficients, later = self.rule.coefficients(t, numbers, own)
-            found.append(coefficients)
-            kept.append(later)
-        return found, {name: jnp.stack([e[name] for e in kept]).astype(old.dtype) for name, old in state.kept.items()}
+        of_groups: list[Scalars] = [
+            {name: inputs[group, at].astype(dtype) for at, name in enumerate(names)}
+            for group in range(len(self._members))
+        ]
+        groups = np.array(list(self._group_of.values()), int)
+        numbers = {name: inputs[groups, at].astype(dtype) for at, name in enumerate(names)}
+        kept = {name: values.astype(dtype) for name, values in state.kept.items()}
+        found, kept = self.rule.coefficients((state.taken + 1).astype(dtype), numbers, kept)
+        own = {name: value for name, value in found.items() if value is not numbers.get(name)}
+        return of_groups, own, {name: kept[name].astype(old.dtype) for name, old in state.kept.items()}
 
     # To torch and back
+
+    def adopt(self, values: Mapping[str, Any]) -> TorchOptState | None:
+        """The same as `load`, for a run to go on with."""
+        self._adopted = self.optimizer.state
+        return self.load(values)
 
     def load(self, values: Mapping[str, Any]) -> TorchOptState | None:
         """The state that the optimizer has in torch, by the names of parameters; None if it has not stepped.
 
         Args:
             values: Shapes of the parameters by name.
-
-        Raises:
-            ValueError: Parameters of one group have taken different numbers of steps, or some have none.
         """
         found = self._in_torch()
         if not any(found.values()):
             return None
         fresh = jax.eval_shape(self.init, {name: struct_of(value) for name, value in values.items()})
-        steps = np.zeros(len(self._groups), np.int32)
-        taken = np.array([_steps_of(found[name]) for name in self._count_of], np.int32)
-        kept = {name: np.full(len(self._groups), value, self._kept_dtype) for name, value in self.rule.kept.items()}
-        for number, members in enumerate(self._members):
-            own = {n: found[n] for n in members if self._count_of.get(n) == number and found[n]}
-            steps[number] = self._one(own, number, _steps_of)
-            for name in kept:
-                if own:
-                    kept[name][number] = self._one(own, number, lambda state, name=name: state[name])
+        taken = np.array([_steps_of(found[name]) for name in self._group_of], np.int32)
+        kept = {
+            key: np.array([float(found[name].get(key, first)) for name in self._group_of], self._kept_dtype)
+            for key, first in self.rule.kept.items()
+        }
         slots = {
             slot: {name: found[name].get(slot, _fresh(slot, values[name], s)) for name, s in by_name.items()}
             for slot, by_name in fresh.slots.items()
         }
-        return TorchOptState(steps, kept, taken, slots)  # pyright: ignore[reportArgumentType]  (host values, to be placed)
-
-    def _one(self, states: Mapping[str, Mapping[str, Any]], number: int, read: Callable[[Any], Any]) -> float:
-        values = {name: float(read(state)) for name, state in states.items()}
-        if len(set(values.values())) > 1:
-            listed = ", ".join(f"{name} {value:g}" for name, value in list(values.items())[:4])
-            raise ValueError(
-                f"{caller()}: the parameters of group {number} of the optimizer have taken different numbers of steps "
-                f"({listed}), where a step here counts by group. Put them into groups of their own."
-            )
-        return next(iter(values.values()), 0.0)
+        return TorchOptState(taken, kept, slots)  # pyright: ignore[reportArgumentType]  (host values, to be placed)
 
     def state_dict(self, state: TorchOptState) -> dict[str, Any]:
         """The state and the groups as `optimizer.state_dict()` has them: by number, in torch's order, on the CPU."""
         groups = self.optimizer.state_dict()["param_groups"]
         kept = {name: np.asarray(values) for name, values in state.kept.items()}
-        taken = dict(zip(self._count_of, np.asarray(state.taken).tolist(), strict=True))
+        taken, places = np.asarray(state.taken), {name: at for at, name in enumerate(self._group_of)}
         found: dict[int, dict[str, torch.Tensor]] = {}
         for group, members in zip(groups, self._members, strict=True):
             for place, name in zip(group["params"], members, strict=True):
-                count = self._count_of.get(name)
-                if count is None or not (taken[name] or self.rule.from_start):
+                at = places.get(name)
+                if at is None or not (taken[at] or self.rule.from_start):
                     continue
-                own = {"step": torch.tensor(float(taken[name]))} if self.rule.counts else {}
-                own |= {key: torch.tensor(float(values[count])) for key, values in kept.items()}
+                own = {"step": torch.tensor(float(taken[at]))} if self.rule.counts else {}
+                own |= {key: torch.tensor(float(values[at])) for key, values in kept.items()}
                 own |= {s: to_host(values[name]) for s, values in state.slots.items() if name in values and s != SLOT}
                 found |= {place: own} if own else {}
         return {"state": found, "param_groups": groups}
@@ -438,20 +358,12 @@ class TorchOptimizer:
 def _are_equal(found: TorchOptState, state: TorchOptState, *, counts: bool) -> bool:
     """Tell whether a state from torch is that of a run; not all optimizers of torch count steps."""
     most = np.iinfo(np.int32).max if counts else 1
-    leaves = [
-        (np.minimum(own.steps, most), np.minimum(own.taken, most), jax.tree.map(np.asarray, own.kept))
-        for own in (found, state)
-    ]
+    leaves = [(np.minimum(own.taken, most), jax.tree.map(np.asarray, own.kept)) for own in (found, state)]
     numbers = zip(*(jax.tree.leaves(own) for own in leaves), strict=True)
     if not all(np.array_equal(a, b) for a, b in numbers):
         return False
     pairs = [(s, n) for s, by_name in found.slots.items() if s != SLOT for n in by_name]
     return all(torch.equal(_on_host(found.slots[s][n]), to_host(state.slots[s][n])) for s, n in pairs)
-
-
-def _begins_whole(group: Mapping[str, Any]) -> bool:
-    """Tell whether the first buffer of a parameter is its whole gradient, and later ones take a part (SGD)."""
-    return bool(group.get("momentum")) and bool(group.get("dampening"))
 
 
 def _steps_of(state: Mapping[str, Any]) -> float:
@@ -466,37 +378,3 @@ def _on_host(value: Any) -> torch.Tensor:
 def _fresh(slot: str, param: Any, struct: jax.ShapeDtypeStruct) -> Any:
     """What a slot has of which torch keeps nothing."""
     return param.detach() if slot == SLOT else np.zeros(struct.shape, struct.dtype)
-
-
-def _rule_of(optimizer: torch.optim.Optimizer) -> Rule:
-    kind = type(optimizer)
-    if kind not in RULES:
-        listed = ", ".join(found.__name__ for found in RULES)
-        raise TypeError(
-            f"{caller()}: the optimizer is a {kind.__module__}.{kind.__qualname__}, and what its step() does cannot be "
-            f"known. Of torch.optim these are taken, not their subclasses: {listed}. For others give an optax "
-            "transformation: optax.lbfgs(), optax.contrib.schedule_free_adamw(...), optax.chain(...) of your own."
-        )
-    _refuse_own_step(optimizer)
-    return RULES[kind]
-
-
-def _refuse_own_step(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what the user has `step()` do besides what is known of the class; a scheduler's wrapper does no more."""
-    of_all = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
-    if any((optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *of_all)):
-        raise NotImplementedError(
-            f"{caller()}: the optimizer has step hooks, which a compiled step would not call. Remove them, and do in "
-            "the loop what they do."
-        )
-    own = vars(optimizer).get("step")
-    if own is not None and getattr(own, "__wrapped__", None) is not type(optimizer).step:
-        raise NotImplementedError(
-            f"{caller()}: optimizer.step of this {type(optimizer).__name__} was replaced by {_name_of(own)}, which a "
-            "compiled step would not call. Do in the loop what it does (del optimizer.step), or give an optax "
-            "transformation."
-        )
-
-
-def _name_of(fn: object) -> str:
-    return getattr(fn, "__qualname__", type(fn).__qualname__)

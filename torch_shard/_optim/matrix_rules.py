@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torch_shard._optim.rule import Entry, Flags, Rule, Scalars, Settings, Slots
+from torch_shard._optim.rule import Entry, Flags, Rule, Scalars, Settings, Slots, zeros_named
 
 
 def _adafactor_flags(group: Settings) -> Flags:
@@ -120,7 +120,7 @@ def _no_matrix(shape: tuple[int, ...]) -> str | None:
 MUON = Rule(
     numbers=("lr", "weight_decay", "momentum"),
     flags=_muon_flags,
-    slots=lambda tensor, flags: {"momentum_buffer": jnp.zeros_like(tensor)},
+    slots=zeros_named("momentum_buffer"),
     update=_muon,
     counts=False,
     by_element=False,

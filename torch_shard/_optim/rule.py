@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 Scalars = Mapping[str, jax.Array]
 """Numbers of one group, by name, each of shape `()`."""
@@ -40,6 +41,24 @@ Settings = Mapping[str, Any]
 """One of `optimizer.param_groups`."""
 
 
+def flags_named(*names: str) -> Callable[[Settings], Flags]:
+    """Flags that are true or false, as torch names them; of numbers, whether they are not 0."""
+    return lambda group: {name: bool(group[name]) for name in names}
+
+
+_MAXIMIZE = flags_named("maximize")
+
+
+def zeros_named(*names: str, **asked: str) -> Callable[[jax.Array, Flags], Slots]:
+    """Slots like the tensor that begin as zeros: by name, and by name those for which a flag asks."""
+
+    def slots(tensor: jax.Array, flags: Flags) -> Slots:
+        wanted = [*names, *(name for name, flag in asked.items() if flags[flag])]
+        return {name: jnp.zeros_like(tensor) for name in wanted}
+
+    return slots
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """An optimizer of torch.
@@ -61,7 +80,7 @@ class Rule:
     slots: Callable[[jax.Array, Flags], Slots]
     update: Callable[[Entry, Scalars, Flags], tuple[jax.Array, Slots]]
     coefficients: Callable[[jax.Array, Scalars, Scalars], tuple[Scalars, Scalars]] = lambda t, n, kept: (n, kept)
-    flags: Callable[[Settings], Flags] = lambda group: {"maximize": bool(group["maximize"])}
+    flags: Callable[[Settings], Flags] = _MAXIMIZE
     kept: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     counts: bool = True
     from_start: bool = False

@@ -3,12 +3,10 @@
 # JAX annotates its functions in part.
 # pyright: reportUnknownMemberType=false
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
-from torch_shard._optim.rule import Entry, Flags, Rule, Scalars, Settings, Slots
+from torch_shard._optim.rule import Entry, Flags, Rule, Scalars, Slots, flags_named, zeros_named
 
 
 def _lerp(start: jax.Array, end: jax.Array, weight: jax.Array) -> jax.Array:
@@ -20,45 +18,20 @@ def _signed(grad: jax.Array, flags: Flags) -> jax.Array:
     return -grad if flags["maximize"] else grad
 
 
-def _zeros(*names: str) -> Callable[[jax.Array, Flags], Slots]:
-    return lambda tensor, flags: {name: jnp.zeros_like(tensor) for name in names}
-
-
 def _correction(t: jax.Array, n: Scalars, name: str) -> jax.Array:
     """`1 - beta ** t`."""
     return -jnp.expm1(t * n[f"log_{name}"])
 
 
-def _decayed(param: jax.Array, c: Scalars) -> jax.Array:
-    return param * (1 - c["lr"] * c["weight_decay"])
-
-
-def _with_decay(flag: str) -> Callable[[Settings], Flags]:
-    def flags(group: Settings) -> Flags:
-        return {"maximize": bool(group["maximize"]), "decoupled": bool(group["decoupled_weight_decay"])} | (
-            {flag: bool(group[flag])} if flag else {}
-        )
-
-    return flags
-
-
 def _decay(grad: jax.Array, param: jax.Array, c: Scalars, flags: Flags) -> tuple[jax.Array, jax.Array]:
     """Gradient and parameter after weight decay: of the parameter itself, or added to the gradient (L2)."""
     grad = _signed(grad, flags)
-    if flags.get("decoupled"):
-        return grad, _decayed(param, c)
+    if flags.get("decoupled_weight_decay"):
+        return grad, param * (1 - c["lr"] * c["weight_decay"])
     return grad + c["weight_decay"] * param, param
 
 
 # SGD
-
-
-def _sgd_flags(group: Settings) -> Flags:
-    return {
-        "maximize": bool(group["maximize"]),
-        "nesterov": bool(group["nesterov"]),
-        "momentum": float(group["momentum"]) != 0,
-    }
 
 
 def _sgd(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
@@ -78,8 +51,8 @@ def _counted(t: jax.Array, n: Scalars, kept: Scalars) -> tuple[Scalars, Scalars]
 
 SGD = Rule(
     numbers=("lr", "momentum", "dampening", "weight_decay"),
-    flags=_sgd_flags,
-    slots=lambda tensor, flags: {"momentum_buffer": jnp.zeros_like(tensor)} if flags["momentum"] else {},
+    flags=flags_named("maximize", "nesterov", "momentum"),
+    slots=zeros_named(momentum_buffer="momentum"),
     coefficients=_counted,
     update=_sgd,
     counts=False,
@@ -109,15 +82,10 @@ def _adam(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
     return param - c["step_size"] * mean / (jnp.sqrt(largest) / c["root"] + c["eps"]), new
 
 
-def _adam_slots(tensor: jax.Array, flags: Flags) -> Slots:
-    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if flags["amsgrad"] else 2]
-    return {name: jnp.zeros_like(tensor) for name in names}
-
-
 ADAM = Rule(
     numbers=("lr", "betas", "eps", "weight_decay"),
-    flags=_with_decay("amsgrad"),
-    slots=_adam_slots,
+    flags=flags_named("maximize", "decoupled_weight_decay", "amsgrad"),
+    slots=zeros_named("exp_avg", "exp_avg_sq", max_exp_avg_sq="amsgrad"),
     coefficients=_adam_coefficients,
     update=_adam,
 )
@@ -156,20 +124,9 @@ def _adadelta(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]
     return param - c["lr"] * delta, {"square_avg": square, "acc_delta": acc_delta}
 
 
-ADADELTA = Rule(numbers=("lr", "rho", "eps", "weight_decay"), slots=_zeros("square_avg", "acc_delta"), update=_adadelta)
-
-
-def _rmsprop_flags(group: Settings) -> Flags:
-    return {
-        "maximize": bool(group["maximize"]),
-        "centered": bool(group["centered"]),
-        "momentum": float(group["momentum"]) > 0,
-    }
-
-
-def _rmsprop_slots(tensor: jax.Array, flags: Flags) -> Slots:
-    asked = {"square_avg": True, "momentum_buffer": flags["momentum"], "grad_avg": flags["centered"]}
-    return {name: jnp.zeros_like(tensor) for name, wanted in asked.items() if wanted}
+ADADELTA = Rule(
+    numbers=("lr", "rho", "eps", "weight_decay"), slots=zeros_named("square_avg", "acc_delta"), update=_adadelta
+)
 
 
 def _rmsprop(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
@@ -187,8 +144,8 @@ def _rmsprop(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
 
 RMSPROP = Rule(
     numbers=("lr", "alpha", "eps", "weight_decay", "momentum"),
-    flags=_rmsprop_flags,
-    slots=_rmsprop_slots,
+    flags=lambda group: {**flags_named("maximize", "centered")(group), "momentum": float(group["momentum"]) > 0},
+    slots=zeros_named("square_avg", momentum_buffer="momentum", grad_avg="centered"),
     update=_rmsprop,
 )
 
@@ -210,7 +167,7 @@ def _adamax(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
 
 ADAMAX = Rule(
     numbers=("lr", "betas", "eps", "weight_decay"),
-    slots=_zeros("exp_avg", "exp_inf"),
+    slots=zeros_named("exp_avg", "exp_inf"),
     coefficients=_adamax_coefficients,
     update=_adamax,
 )
@@ -240,8 +197,8 @@ def _nadam(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
 
 NADAM = Rule(
     numbers=("lr", "betas", "eps", "weight_decay", "momentum_decay"),
-    flags=_with_decay(""),
-    slots=_zeros("exp_avg", "exp_avg_sq"),
+    flags=flags_named("maximize", "decoupled_weight_decay"),
+    slots=zeros_named("exp_avg", "exp_avg_sq"),
     coefficients=_nadam_coefficients,
     update=_nadam,
     kept={"mu_product": 1.0},
@@ -275,8 +232,8 @@ def _radam(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
 
 RADAM = Rule(
     numbers=("lr", "betas", "eps", "weight_decay"),
-    flags=_with_decay(""),
-    slots=_zeros("exp_avg", "exp_avg_sq"),
+    flags=flags_named("maximize", "decoupled_weight_decay"),
+    slots=zeros_named("exp_avg", "exp_avg_sq"),
     coefficients=_radam_coefficients,
     update=_radam,
 )
@@ -304,7 +261,7 @@ def _asgd(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
 
 ASGD = Rule(
     numbers=("lr", "lambd", "alpha", "t0", "weight_decay"),
-    slots=_zeros("ax"),
+    slots=zeros_named("ax"),
     coefficients=_asgd_coefficients,
     update=_asgd,
     kept={"eta": 0.0, "mu": 1.0},
@@ -324,7 +281,7 @@ def _rprop(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
 
 RPROP = Rule(
     numbers=("lr", "etas", "step_sizes"),
-    slots=_zeros("prev", "step_size"),
+    slots=zeros_named("prev", "step_size"),
     coefficients=_counted,
     update=_rprop,
 )

@@ -5,11 +5,11 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from torch_shard._optim.rule import Entry, Flags, Rule, Scalars, Slots, frozen_flags
 from torch_shard._sharding import Stacks
@@ -21,58 +21,66 @@ class StoredUpdate:
 
     Attributes:
         rule: The rule.
-        given: For each parameter that is updated its coefficients and flags; those of one group share them. Others stay
-            as they are, and what is kept for them.
+        flags: Of each group.
+        of_groups: Coefficients of each group.
+        own: Coefficients that each parameter has for itself, in the place of its group's, `(num_params,)`.
+        given: For each parameter that is updated its place among these, and its group. Others stay as they are, and
+            what is kept for them.
     """
 
     rule: Rule
-    given: Mapping[str, tuple[Scalars, Flags]]
+    flags: Sequence[Flags]
+    of_groups: Sequence[Scalars]
+    own: Scalars
+    given: Mapping[str, tuple[int, int]]
 
-    def updated(
-        self, grads: Stacks, slots: Mapping[str, Mapping[str, Any]], params: Stacks
-    ) -> tuple[Stacks, dict[str, Mapping[str, jax.Array]]]:
+    def updated(self, grads: Stacks, slots: Mapping[str, Stacks], params: Stacks) -> tuple[Stacks, dict[str, Stacks]]:
         """The new parameters and slots, stored as the old ones."""
-        arrays: list[jax.Array] = []
-        new: dict[str, dict[tuple[str, ...], jax.Array]] = {slot: {} for slot in slots}
-        for names, grad, param in zip(params.layout.groups, grads.arrays, params.arrays, strict=True):
-            parts = [names] if self._is_one(names) else [(name,) for name in names]
-            results = list[jax.Array]()
-            for part in parts:
-                whole = len(parts) == 1
-                given = (grad, param) if whole else (grads.kept(part[0]), params.kept(part[0]))
-                param_of_part, slots_of_part = self._of_part(part, given, slots)
-                results.append(param_of_part)
-                for slot, value in slots_of_part.items():
-                    new[slot][part] = value
-            arrays.append(results[0] if len(parts) == 1 else jnp.stack(results))
-        stored = {slot: _stored(slots[slot], values) for slot, values in new.items()}
-        return Stacks(params.layout, arrays), stored
+        found: dict[tuple[str, ...], tuple[jax.Array, Slots]] = {}
+        for names in params.layout.groups:
+            for part in [names] if self._is_one(names) else [(name,) for name in names]:
+                if part[0] in self.given:
+                    held = {slot: _rows(values, part) for slot, values in slots.items() if part[0] in values}
+                    found[part] = self._of_part(part, Entry(_rows(grads, part), _rows(params, part), held))
+        places = {name: (part, row) for part in found for row, name in enumerate(part)}
+
+        def stored(old: Stacks, read: Callable[[tuple[jax.Array, Slots]], jax.Array]) -> Stacks:
+            def one(name: str) -> jax.Array:
+                if name not in places:
+                    return old.kept(name)
+                part, row = places[name]
+                return read(found[part]) if len(part) == 1 else read(found[part])[row]
+
+            def group_of(names: tuple[str, ...], before: jax.Array) -> jax.Array:
+                if names in found:
+                    return read(found[names])
+                if places.keys().isdisjoint(names):
+                    return before
+                return one(names[0]) if len(names) == 1 else jnp.stack(list(map(one, names)))
+
+            return Stacks(old.layout, map(group_of, old.layout.groups, old.arrays))
+
+        new = {slot: stored(old, lambda result, slot=slot: result[1][slot]) for slot, old in slots.items()}
+        return stored(params, lambda result: result[0]), new
 
     def _is_one(self, names: tuple[str, ...]) -> bool:
         """Tell whether the rows of a stack are updated alike, up to numbers."""
-        kinds = {frozen_flags(self.given[name][1]) if name in self.given else None for name in names}
+        kinds = {frozen_flags(self.flags[self.given[name][1]]) if name in self.given else None for name in names}
         return len(kinds) == 1
 
-    def _of_part(
-        self,
-        names: tuple[str, ...],
-        given: tuple[jax.Array, jax.Array],
-        slots: Mapping[str, Mapping[str, Any]],
-    ) -> tuple[jax.Array, Slots]:
+    def _of_part(self, names: tuple[str, ...], entry: Entry) -> tuple[jax.Array, Slots]:
         """The update of a stored array, whose rows have the same flags."""
-        grad, param = given
-        held = {n: _kept(values, names) for n, values in slots.items() if names[0] in values}
-        if names[0] not in self.given:
-            return param, held
-        entry = Entry(grad, param, held)
-        scalars = [self.given[name][0] for name in names]
-        update = functools.partial(update_tensor, self.rule, self.given[names[0]][1])
+        places, groups = zip(*(self.given[name] for name in names), strict=True)
+        update = functools.partial(update_tensor, self.rule, self.flags[groups[0]])
+        shared = self.of_groups[groups[0]]
         if len(names) == 1:
-            return update(entry, scalars[0])
-        if all(own is scalars[0] for own in scalars):
-            return jax.vmap(update, in_axes=(0, None))(entry, scalars[0])
-        rows = {key: jnp.stack([own[key] for own in scalars]) for key in scalars[0]}
-        return jax.vmap(update)(entry, rows)
+            own = {key: jax.lax.index_in_dim(values, places[0], keepdims=False) for key, values in self.own.items()}
+            return update(entry, {**shared, **own})
+        rows = {key: values[np.array(places)] for key, values in self.own.items()}
+        if len(set(groups)) > 1:
+            rows = {key: jnp.stack([self.of_groups[group][key] for group in groups]) for key in shared} | rows
+        axes = {key: 0 if key in rows else None for key in {**shared, **rows}}
+        return jax.vmap(update, in_axes=(0, axes))(entry, {**shared, **rows})
 
 
 def update_tensor(rule: Rule, flags: Flags, entry: Entry, scalars: Scalars) -> tuple[jax.Array, Slots]:
@@ -95,27 +103,6 @@ def update_tensor(rule: Rule, flags: Flags, entry: Entry, scalars: Scalars) -> t
     return narrow(found, param), {name: narrow(value, slots[name]) for name, value in new.items()}
 
 
-def _kept(values: Mapping[str, Any], names: tuple[str, ...]) -> jax.Array:
+def _rows(values: Stacks, names: tuple[str, ...]) -> jax.Array:
     """What is stored for these names, as it is stored."""
-    if isinstance(values, Stacks):
-        return values.kept(names[0]) if len(names) == 1 else values.kept_rows(names)
-    return values[names[0]] if len(names) == 1 else jnp.stack([values[name] for name in names])
-
-
-def _stored(like: Mapping[str, Any], values: Mapping[tuple[str, ...], jax.Array]) -> Mapping[str, Any]:
-    """New values in the layout of the old ones."""
-    if not isinstance(like, Stacks):
-        return {
-            name: value if len(names) == 1 else value[i]
-            for names, value in values.items()
-            for i, name in enumerate(names)
-        }
-    rows = {name: (names, i) for names in values for i, name in enumerate(names)}
-
-    def gathered(group: tuple[str, ...]) -> jax.Array:
-        if group in values:
-            return values[group]
-        parts = [values[names] if len(names) == 1 else values[names][i] for names, i in map(rows.__getitem__, group)]
-        return parts[0] if len(parts) == 1 else jnp.stack(parts)
-
-    return Stacks(like.layout, map(gathered, like.layout.groups))
+    return values.kept(names[0]) if len(names) == 1 else values.kept_rows(names)

@@ -6,6 +6,7 @@
 # pyright: reportUnknownVariableType=false
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,10 +15,9 @@ import jax.numpy as jnp
 import optax
 import torch
 
-from torch_shard._common.caller import caller, public
 from torch_shard._common.dtypes import torch_dtype
 from torch_shard._common.types import PyTree
-from torch_shard._optim.from_torch import RULES
+from torch_shard._optim.known import RULES
 from torch_shard._optim.rule import Entry, Flags, Rule, Slots, read_numbers
 from torch_shard._optim.stored_update import update_tensor
 
@@ -45,7 +45,7 @@ def _transformation(kind: type[torch.optim.Optimizer], lr: Rate, settings: Mappi
     try:
         made = make([torch.nn.Parameter(torch.zeros(1, 1))], lr=0.0 if callable(lr) else lr, **settings)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{caller()}: {error}") from error
+        raise type(error)(f"{kind.__name__.lower()}: {error}") from error
     group, rule = made.param_groups[0], RULES[kind]
     numbers = read_numbers(rule, group)
 
@@ -98,110 +98,24 @@ def _updated(
     return jax.tree.unflatten(tree, updates), {n: jax.tree.unflatten(tree, values) for n, values in new.items()}
 
 
-@public
-def adadelta(lr: Rate = 1.0, **settings: Any) -> optax.GradientTransformation:
-    """Make `torch.optim.Adadelta` an optax transformation, with torch's formula and defaults.
+_NO_FORMULA = ("params", "lr", "foreach", "capturable", "differentiable", "fused")
+"""Arguments of torch's optimizers that are no settings of their formulas."""
+
+
+def _factory(kind: type[torch.optim.Optimizer]) -> Callable[..., optax.GradientTransformation]:
+    """The function that makes the transformation of an optimizer of torch."""
+    parameters = inspect.signature(kind).parameters
+
+    def make(lr: Rate = parameters["lr"].default, **settings: Any) -> optax.GradientTransformation:
+        return _transformation(kind, lr, settings)
+
+    make.__name__ = make.__qualname__ = name = kind.__name__.lower()
+    settings = ", ".join(name for name in parameters if name not in _NO_FORMULA)
+    make.__doc__ = f"""Make `torch.optim.{kind.__name__}` an optax transformation, with torch's formula and defaults.
 
     Args:
         lr: Learning rate, or an optax schedule.
-        **settings: As `torch.optim.Adadelta` takes them: rho, eps, weight_decay, maximize.
-
-    Raises:
-        TypeError: Torch has no such setting.
-        ValueError: Torch refuses a value.
-
-    Example:
-        >>> import torch_shard as ts
-        >>> optimizer = ts.optim.adadelta(1e-2, rho=0.8)
-    """
-    return _transformation(torch.optim.Adadelta, lr, settings)
-
-
-@public
-def adafactor(lr: Rate = 0.01, **settings: Any) -> optax.GradientTransformation:
-    """Make `torch.optim.Adafactor` an optax transformation, with torch's formula and defaults.
-
-    Args:
-        lr: Learning rate, or an optax schedule.
-        **settings: As `torch.optim.Adafactor` takes them: beta2_decay, eps, d, weight_decay, maximize.
-
-    Raises:
-        TypeError: Torch has no such setting.
-        ValueError: Torch refuses a value.
-
-    Example:
-        >>> import torch_shard as ts
-        >>> optimizer = ts.optim.adafactor(1e-2, weight_decay=0.1)
-    """
-    return _transformation(torch.optim.Adafactor, lr, settings)
-
-
-@public
-def adagrad(lr: Rate = 0.01, **settings: Any) -> optax.GradientTransformation:
-    """Make `torch.optim.Adagrad` an optax transformation, with torch's formula and defaults.
-
-    Args:
-        lr: Learning rate, or an optax schedule.
-        **settings: As `torch.optim.Adagrad` takes them:
-            lr_decay, weight_decay, initial_accumulator_value, eps, maximize.
-
-    Raises:
-        TypeError: Torch has no such setting.
-        ValueError: Torch refuses a value.
-
-    Example:
-        >>> import torch_shard as ts
-        >>> optimizer = ts.optim.adagrad(1e-2, lr_decay=0.01)
-    """
-    return _transformation(torch.optim.Adagrad, lr, settings)
-
-
-@public
-def adam(lr: Rate = 0.001, **settings: Any) -> optax.GradientTransformation:
-    """Make `torch.optim.Adam` an optax transformation, with torch's formula and defaults.
-
-    Args:
-        lr: Learning rate, or an optax schedule.
-        **settings: As `torch.optim.Adam` takes them:
-            betas, eps, weight_decay (added to the gradient: L2), amsgrad, maximize.
-
-    Raises:
-        TypeError: Torch has no such setting.
-        ValueError: Torch refuses a value.
-
-    Example:
-        >>> import torch_shard as ts
-        >>> optimizer = ts.optim.adam(1e-2, amsgrad=True)
-    """
-    return _transformation(torch.optim.Adam, lr, settings)
-
-
-@public
-def adamax(lr: Rate = 0.002, **settings: Any) -> optax.GradientTransformation:
-    """Make `torch.optim.Adamax` an optax transformation, with torch's formula and defaults.
-
-    Args:
-        lr: Learning rate, or an optax schedule.
-        **settings: As `torch.optim.Adamax` takes them: betas, eps, weight_decay, maximize.
-
-    Raises:
-        TypeError: Torch has no such setting.
-        ValueError: Torch refuses a value.
-
-    Example:
-        >>> import torch_shard as ts
-        >>> optimizer = ts.optim.adamax(1e-2, eps=1e-6)
-    """
-    return _transformation(torch.optim.Adamax, lr, settings)
-
-
-@public
-def adamw(lr: Rate = 0.001, **settings: Any) -> optax.GradientTransformation:
-    """Make `torch.optim.AdamW` an optax transformation, with torch's formula and defaults.
-
-    Args:
-        lr: Learning rate, or an optax schedule.
-        **settings: As `torch.optim.AdamW` takes them: betas, eps, weight_decay, amsgrad, maximize.
+        **settings: As `torch.optim.{kind.__name__}` takes them: {settings}.
 
     Raises:
         TypeError: Torch has no such setting.
@@ -210,141 +124,21 @@ def adamw(lr: Rate = 0.001, **settings: Any) -> optax.GradientTransformation:
     Example:
         >>> import optax, torch_shard as ts
         >>> rate = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 100, 1000)
-        >>> optimizer = optax.chain(optax.clip(1.0), ts.optim.adamw(rate, weight_decay=0.1))
+        >>> optimizer = optax.chain(optax.clip(1.0), ts.optim.{name}(rate))
     """
-    return _transformation(torch.optim.AdamW, lr, settings)
+    return make
 
 
-@public
-def asgd(lr: Rate = 0.01, **settings: Any) -> optax.GradientTransformation:
-    """Make `torch.optim.ASGD` an optax transformation, with torch's formula and defaults.
-
-    Args:
-        lr: Learning rate, or an optax schedule.
-        **settings: As `torch.optim.ASGD` takes them: lambd, alpha, t0, weight_decay, maximize.
-
-    Raises:
-        TypeError: Torch has no such setting.
-        ValueError: Torch refuses a value.
-
-    Example:
-        >>> import torch_shard as ts
-        >>> optimizer = ts.optim.asgd(1e-2, t0=1000)
-    """
-    return _transformation(torch.optim.ASGD, lr, settings)
-
-
-@public
-def muon(lr: Rate = 0.001, **settings: Any) -> optax.GradientTransformation:
-    """Make `torch.optim.Muon` an optax transformation, with torch's formula and defaults. Matrices alone.
-
-    Args:
-        lr: Learning rate, or an optax schedule.
-        **settings: As `torch.optim.Muon` takes them:
-            weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn.
-
-    Raises:
-        TypeError: Torch has no such setting.
-        ValueError: Torch refuses a value.
-
-    Example:
-        >>> import torch_shard as ts
-        >>> optimizer = ts.optim.muon(1e-2, momentum=0.9)
-    """
-    return _transformation(torch.optim.Muon, lr, settings)
-
-
-@public
-def nadam(lr: Rate = 0.002, **settings: Any) -> optax.GradientTransformation:
-    """Make `torch.optim.NAdam` an optax transformation, with torch's formula and defaults.
-
-    Args:
-        lr: Learning rate, or an optax schedule.
-        **settings: As `torch.optim.NAdam` takes them:
-            betas, eps, weight_decay, momentum_decay, decoupled_weight_decay, maximize.
-
-    Raises:
-        TypeError: Torch has no such setting.
-        ValueError: Torch refuses a value.
-
-    Example:
-        >>> import torch_shard as ts
-        >>> optimizer = ts.optim.nadam(1e-2, momentum_decay=0.01)
-    """
-    return _transformation(torch.optim.NAdam, lr, settings)
-
-
-@public
-def radam(lr: Rate = 0.001, **settings: Any) -> optax.GradientTransformation:
-    """Make `torch.optim.RAdam` an optax transformation, with torch's formula and defaults.
-
-    Args:
-        lr: Learning rate, or an optax schedule.
-        **settings: As `torch.optim.RAdam` takes them: betas, eps, weight_decay, decoupled_weight_decay, maximize.
-
-    Raises:
-        TypeError: Torch has no such setting.
-        ValueError: Torch refuses a value.
-
-    Example:
-        >>> import torch_shard as ts
-        >>> optimizer = ts.optim.radam(1e-2, decoupled_weight_decay=True)
-    """
-    return _transformation(torch.optim.RAdam, lr, settings)
-
-
-@public
-def rmsprop(lr: Rate = 0.01, **settings: Any) -> optax.GradientTransformation:
-    """Make `torch.optim.RMSprop` an optax transformation, with torch's formula and defaults.
-
-    Args:
-        lr: Learning rate, or an optax schedule.
-        **settings: As `torch.optim.RMSprop` takes them: alpha, eps, weight_decay, momentum, centered, maximize.
-
-    Raises:
-        TypeError: Torch has no such setting.
-        ValueError: Torch refuses a value.
-
-    Example:
-        >>> import torch_shard as ts
-        >>> optimizer = ts.optim.rmsprop(1e-2, alpha=0.9, momentum=0.9)
-    """
-    return _transformation(torch.optim.RMSprop, lr, settings)
-
-
-@public
-def rprop(lr: Rate = 0.01, **settings: Any) -> optax.GradientTransformation:
-    """Make `torch.optim.Rprop` an optax transformation, with torch's formula and defaults.
-
-    Args:
-        lr: Learning rate, or an optax schedule.
-        **settings: As `torch.optim.Rprop` takes them: etas, step_sizes, maximize.
-
-    Raises:
-        TypeError: Torch has no such setting.
-        ValueError: Torch refuses a value.
-
-    Example:
-        >>> import torch_shard as ts
-        >>> optimizer = ts.optim.rprop(1e-2, etas=(0.6, 1.3))
-    """
-    return _transformation(torch.optim.Rprop, lr, settings)
-
-
-@public
-def sgd(lr: Rate = 0.001, **settings: Any) -> optax.GradientTransformation:
-    """Make `torch.optim.SGD` an optax transformation, with torch's formula and defaults.
-
-    Args:
-        lr: Learning rate, or an optax schedule.
-        **settings: As `torch.optim.SGD` takes them: momentum, dampening, weight_decay, nesterov, maximize.
-
-    Raises:
-        TypeError: Torch has no such setting.
-        ValueError: Torch refuses a value.
-
-    Example:
-        >>> import torch_shard as ts
-        >>> optimizer = ts.optim.sgd(1e-2, momentum=0.9, nesterov=True)
-    """
-    return _transformation(torch.optim.SGD, lr, settings)
+adadelta = _factory(torch.optim.Adadelta)
+adafactor = _factory(torch.optim.Adafactor)
+adagrad = _factory(torch.optim.Adagrad)
+adam = _factory(torch.optim.Adam)
+adamax = _factory(torch.optim.Adamax)
+adamw = _factory(torch.optim.AdamW)
+asgd = _factory(torch.optim.ASGD)
+muon = _factory(torch.optim.Muon)
+nadam = _factory(torch.optim.NAdam)
+radam = _factory(torch.optim.RAdam)
+rmsprop = _factory(torch.optim.RMSprop)
+rprop = _factory(torch.optim.Rprop)
+sgd = _factory(torch.optim.SGD)

@@ -1,12 +1,12 @@
-"""Equations of a jaxpr that do the same: keys that are equal only for equal primitives and parameters."""
+"""The equations of a jaxpr over names, run at once where they do the same to the rows of a stack."""
 
 # JAX annotates its functions in part, and says nothing of what `jax.tree.map` gives to a function.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 import collections
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,103 +16,10 @@ from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var,
 from jax.sharding import Sharding
 from jax.typing import ArrayLike
 
-Atom = Var | Literal
+from torch_shard._optim.equation_keys import Atom, EqnKey, literal_key
 
 # Their batching rules draw other numbers, or draw by a key in ways that depend on its implementation.
 RANDOM = frozenset({"random_bits", "random_split", "random_fold_in", "random_seed", "rng_bit_generator", "rng_uniform"})
-
-
-class EqnKey:
-    """Keys of equations, each part compared by structure; what has none is compared by identity.
-
-    The jaxprs that it is asked about must outlive it.
-    """
-
-    def __init__(self) -> None:
-        self._numbers: dict[Hashable, int] = {}
-        self._known: dict[int, Hashable] = {}
-        self._random: dict[int, bool] = {}
-
-    def key(self, eqn: JaxprEqn) -> Hashable:
-        """Equal for equations that do the same to equal inputs."""
-        return eqn.primitive, self._freeze(eqn.params), _context(eqn)
-
-    def is_random(self, eqn: JaxprEqn) -> bool:
-        """Tell whether it draws random numbers, itself or within."""
-        return eqn.primitive.name in RANDOM or any(map(self._draws, jaxprs_in_params(eqn.params)))
-
-    def _draws(self, jaxpr: Jaxpr) -> bool:
-        if id(jaxpr) not in self._random:
-            self._random[id(jaxpr)] = any(map(self.is_random, jaxpr.eqns))
-        return self._random[id(jaxpr)]
-
-    def _freeze(self, value: object) -> Hashable:
-        kind = type(value)
-        if isinstance(value, dict):
-            return tuple((name, self._freeze(v)) for name, v in sorted(cast(dict[str, object], value).items()))
-        if isinstance(value, (tuple, list)):
-            return (kind, *map(self._freeze, cast(Iterable[object], value)))
-        if isinstance(value, ClosedJaxpr):
-            return self._of_jaxpr(value.jaxpr), tuple(map(self._freeze, value.consts))
-        if isinstance(value, Jaxpr):
-            return self._of_jaxpr(value)
-        if isinstance(value, (np.ndarray, np.generic)):
-            return _bits(value)
-        if isinstance(value, (float, complex)):
-            return type(value), repr(value)  # 0.0 == -0.0
-        if callable(value) or not _is_hashable(value):
-            return "identity", id(value)
-        return type(value), value  # True == 1
-
-    def _of_jaxpr(self, jaxpr: Jaxpr) -> Hashable:
-        if id(jaxpr) not in self._known:
-            whole = tuple(self._parts(jaxpr))
-            self._known[id(jaxpr)] = "jaxpr", self._numbers.setdefault(whole, len(self._numbers))
-        return self._known[id(jaxpr)]
-
-    def _parts(self, jaxpr: Jaxpr) -> Iterator[Hashable]:
-        """The jaxpr with its variables numbered in the order in which they appear."""
-        numbers = {v: i for i, v in enumerate([*jaxpr.constvars, *jaxpr.invars])}
-        yield tuple(type_key(v.aval) for v in numbers)
-
-        def atom(v: Atom) -> Hashable:
-            return literal_key(v) if isinstance(v, Literal) else numbers[v]
-
-        for eqn in jaxpr.eqns:
-            yield self.key(eqn), tuple(map(atom, eqn.invars)), tuple(type_key(v.aval) for v in eqn.outvars)
-            numbers |= {v: len(numbers) + i for i, v in enumerate(eqn.outvars)}
-        yield tuple(map(atom, jaxpr.outvars))
-
-
-def literal_key(literal: Literal) -> Hashable:
-    """Equal for literals of the same value, to the bit, and type."""
-    return "literal", _bits(literal.val), type_key(literal.aval)
-
-
-def type_key(aval: object) -> Hashable:
-    """Shape, dtype and whatever else tells types apart."""
-    return aval, getattr(aval, "weak_type", None)
-
-
-def _context(eqn: JaxprEqn) -> Hashable:
-    """Settings under which the equation was traced (matmul precision is a parameter, these are not)."""
-    ctx = getattr(eqn, "ctx", None)
-    return tuple(getattr(ctx, name, None) for name in ("compute_type", "threefry_partitionable", "xla_metadata"))
-
-
-def _bits(value: ArrayLike | np.generic) -> Hashable:
-    if isinstance(value, jax.Array):
-        return "identity", id(value)
-    array = np.asarray(value)
-    return type(value), array.dtype, array.shape, array.tobytes()
-
-
-def _is_hashable(value: object) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
 
 
 class RowValue:
@@ -251,6 +158,7 @@ class RowProgram:
     def __init__(self) -> None:
         self.operations: list[_Operation | _Reduction] = []
         self._keys = EqnKey()
+        self._random: dict[int, bool] = {}
         self._known: dict[Hashable, _Operation] = {}
         self._constants: dict[Hashable, RowValue] = {}
 
@@ -302,7 +210,7 @@ class RowProgram:
 
     def _add(self, jaxpr: Jaxpr, eqn: JaxprEqn, slots: dict[Var, RowSlot]) -> None:
         rows = {slots[v].row for v in _variables(eqn)} - {None}
-        lines_up = len(rows) == 1 and not eqn.effects and not self._keys.is_random(eqn)
+        lines_up = len(rows) == 1 and not eqn.effects and not self._is_random(eqn)
         body = _body(eqn)
         if body is not None and rows and not (lines_up and eqn.primitive.name == "jit"):
             given = [self._constant(id(const), const) for const in body.consts]
@@ -314,6 +222,15 @@ class RowProgram:
         if row is not None:
             operation.rows.add(row)
         slots.update((v, RowSlot(value, row)) for v, value in zip(_results(eqn), operation.outputs, strict=True))
+
+    def _is_random(self, eqn: JaxprEqn) -> bool:
+        """Tell whether an equation draws random numbers, itself or within."""
+        return eqn.primitive.name in RANDOM or any(map(self._draws, jaxprs_in_params(eqn.params)))
+
+    def _draws(self, jaxpr: Jaxpr) -> bool:
+        if id(jaxpr) not in self._random:
+            self._random[id(jaxpr)] = any(map(self._is_random, jaxpr.eqns))
+        return self._random[id(jaxpr)]
 
     def _operation(self, jaxpr: Jaxpr, eqn: JaxprEqn, slots: dict[Var, RowSlot], lines_up: bool) -> _Operation:
         """The one that does this, made unless it is known."""

@@ -172,8 +172,6 @@ class TrainStep(Step):
         refuse_meta(self._held.all)
         refuse_wide(self._held.all)
         self._update.refuse_replaced(self._held)
-        if self._update.note_late():
-            self._store([*self._stored])
         agree_on_values(self._held, self.plan, seed=seed, opt_state=self.structs.opt_state)
         self._donated = donate
         release = self._release if donate else None
@@ -248,8 +246,6 @@ class TrainStep(Step):
         refuse_traced("batch", arrays)
         own, others = self._own(state)
         self._update.refuse_loaded(own.opt_state, self._held)
-        if not program.num_calls:
-            self._update.refuse_late(own.opt_state, program.without_grad)
         state, metrics = program(self._layout.normal(own), arrays)
         state = dataclasses.replace(state, opt_state=self._labeled(state.opt_state, others))
         self._update.note_step()

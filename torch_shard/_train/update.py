@@ -66,16 +66,12 @@ class Update:
 
     def present(self, values: Mapping[str, torch.Tensor]) -> PyTree | None:
         """The state that an optimizer of torch has in torch; None if it has not stepped, or is of optax."""
-        return None if self._torch is None else self._torch.load(values)
+        return None if self._torch is None else self._torch.adopt(values)
 
     def refuse_replaced(self, held: Holdings) -> None:
         """Refuse an optimizer of torch whose parameters are not the model's any more."""
         if self._torch is not None:
             self._torch.refuse_replaced(held.params)
-
-    def note_late(self) -> bool:
-        """Look which parameters an optimizer of torch has no state of yet; returns whether these are others now."""
-        return self._torch is not None and self._torch.note_late()
 
     def refuse_loaded(self, opt_state: PyTree, held: Holdings) -> None:
         """Refuse a state that was loaded into an optimizer of torch since, and is not that of the run."""
@@ -101,11 +97,6 @@ class Update:
         if self._options.ema is None:
             raise ValueError("averaged: the step keeps no averages. Make it with ema=0.999, or what decay you want.")
         return average_of(opt_state)
-
-    def refuse_late(self, opt_state: PyTree, without_grad: Sequence[str]) -> None:
-        """Refuse parameters that a loss reaches which earlier ones have not, where torch would begin them at step 0."""
-        if self._torch is not None:
-            self._torch.refuse_late(opt_state, without_grad)
 
     def state_dict(self, opt_state: PyTree) -> dict[str, Any]:
         """The state as torch has it.
