@@ -121,7 +121,7 @@ def demo(
     SIGTERM save it before they end it; then, or after a crash, --resume goes on.
     """
     axis_sizes = None if mesh is None else parse_mesh(mesh)
-    # Not at the top: matplotlib and the like are for those who ask for a demo.
+    # Not at the top: these are for those who ask for a demo.
     from rich.console import Console
 
     from torch_shard._common.simulated import simulate_devices

@@ -12,7 +12,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from torch_shard._demo import proof as proving
-from torch_shard._demo.files import save_json, save_plot, save_weights
+from torch_shard._demo.files import save_json, save_weights
 from torch_shard._demo.model import GPT
 from torch_shard._demo.proof import Proof, prove
 from torch_shard._demo.run import CHECKPOINTS, PLAN, History, Run, write_text
@@ -21,7 +21,7 @@ from torch_shard._inspect import visualize_sharding
 from torch_shard._sharding import describe_mesh
 
 SUMMARY = "summary.json"
-WRITTEN = ("report.html", METRICS, SUMMARY, "loss.png", "model.safetensors", CHECKPOINTS)
+WRITTEN = ("report.html", METRICS, SUMMARY, "model.safetensors", CHECKPOINTS)
 
 
 def run_demo(run: Run, console: Console) -> bool:
@@ -39,7 +39,6 @@ def run_demo(run: Run, console: Console) -> bool:
     history = run.train(console)
     model, out = run.export(), run.settings.out
     save_weights(model, run.settings.model_arguments, out / "model.safetensors")
-    save_plot(history, run.corpus.unigram_entropy, out / "loss.png")
     sample = write_text(model, "def ", 300, seed=run.settings.seed)
     console.print(Panel(Syntax(sample, "python", word_wrap=True), title="What the trained model writes after 'def '"))
     with console.status("proving"):
