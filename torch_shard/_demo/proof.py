@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 import torch_shard as ts
 from torch_shard._common.types import PyTree
 from torch_shard._demo.model import GPT, loss_fn
-from torch_shard._inspect import compare_batches
+from torch_shard._inspect import Training, compare_batches
 from torch_shard._train import Comparison
 
 NUM_STEPS = 10
@@ -63,7 +63,8 @@ def prove(model: GPT, batches: Sequence[PyTree], *, mesh: Mesh, plan: ts.Shardin
     """
     optimizer = optax.adamw(LR, b1=BETAS[0], b2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY)
     in_torch = functools.partial(torch.optim.AdamW, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
-    return judge(compare_batches(model, loss_fn, batches, mesh=mesh, plan=plan, optimizers=(optimizer, in_torch)))
+    training = Training(model, loss_fn, batches, (optimizer, in_torch), compute_dtype=None)
+    return judge(compare_batches(training, mesh, plan))
 
 
 def judge(comparison: Comparison) -> Proof:

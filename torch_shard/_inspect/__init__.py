@@ -7,6 +7,7 @@ from torch_shard._inspect.find_nan import BAD_BATCH, NanReport, batch_leaves, fi
 from torch_shard._inspect.previewed import find_proved, find_step, read_file
 from torch_shard._inspect.proofs import Proof, Proofs
 from torch_shard._inspect.prove import prove
+from torch_shard._inspect.training import Training
 
 __all__ = [
     "BAD_BATCH",
@@ -15,6 +16,7 @@ __all__ = [
     "NanReport",
     "Proof",
     "Proofs",
+    "Training",
     "batch_leaves",
     "compare_batches",
     "compare_with_torch",

@@ -21,7 +21,7 @@ from torch_shard._common.validate import check_kind
 from torch_shard._inspect.origins import ModuleValue, Origin, Origins, value_of
 from torch_shard._loss import array_paths, flatten_batch
 from torch_shard._state import TrainState, as_arrays, check_state, global_norm
-from torch_shard._train import Replay, ShardedBatch, TrainStep, array_of, host_batch, tensors_of
+from torch_shard._train import Replay, ShardedBatch, TrainStep, array_of, tensors_of
 
 Place = Literal["", "batch", "parameter", "buffer", "constant", "forward", "backward", "norm", "update", "step"]
 
@@ -177,8 +177,7 @@ def find_nan(step: TrainStep, state: TrainState, batch: PyTree) -> NanReport:
 
 def batch_leaves(step: TrainStep, placed: ShardedBatch) -> dict[str, torch.Tensor]:
     """The whole batch on the CPU, as torch has it: its leaves by their places in it. Every process must ask for it."""
-    arrays = jax.jit(lambda arrays: arrays, out_shardings=step.replicated)(placed.arrays)
-    return dict(zip(placed.signature.paths, host_batch(arrays, placed), strict=True))
+    return dict(zip(placed.signature.paths, step.gradient_step.on_host(placed), strict=True))
 
 
 def read_bad_batch(directory: Path, like: PyTree) -> PyTree:

@@ -102,9 +102,9 @@ _LINE, _DOT, _LETTERS, _WIDTH = 16.0, 8.0, 11.0, 480.0
 def _draw(rows: Sequence[ModuleStats]) -> Picture:
     """Two dots for each row on a logarithmic scale; zeros at its left end, at its right what is not finite."""
     picture, left = Picture(), MARGIN + max((width_of(row.name, _LETTERS) for row in rows), default=0) + _LINE
-    pairs = [(at, *pair) for at, row in enumerate(rows) for pair in (("one", row.output), ("two", row.gradient))]
-    dots = [(at, style, numbers.largest) for at, style, numbers in pairs if numbers is not None]
-    powers = [math.log10(size) for *_, size in dots if 0 < size < math.inf]
+    dots = [(at, "one", row.output.largest) for at, row in enumerate(rows)]
+    dots += [(at, "two", row.gradient.largest) for at, row in enumerate(rows) if row.gradient is not None]
+    powers = [math.log10(size) for _, _, size in dots if 0 < size < math.inf]
     low, high = math.floor(min(powers, default=0)), math.floor(max(powers, default=0)) + 1
     step = _WIDTH / (high - low)
     picture.text("largest entry of the output", left, MARGIN, size=_LETTERS, style="one bold")
