@@ -80,8 +80,8 @@ def compare_batches(
         ROUNDING.get(training.dtype, 1e-4),
     )
     if not random and training.dtype == torch.float32:
-        repeat = lambda: compare_batches(run.in_float64(), mesh, plan, batch_spec).rows  # noqa: E731
-        rows = told_apart(rows, tolerance, repeat)
+        again = lambda wide: compare_batches(wide, mesh, plan, batch_spec).rows  # noqa: E731
+        rows = told_apart(rows, tolerance, run.in_float64, again)
     return Comparison(
         rows=tuple(sorted(rows, key=lambda row: -row.worst)),
         reference="one device" if random else "eager torch",

@@ -121,7 +121,7 @@ def prove(
     if again and not is_random and training.dtype == torch.float32:
         wide = next(run for run in runs if isinstance(run, Run)).in_float64
         chosen = [layouts[at] for at in again]
-        exact = repeated_in_float64(lambda: _rows(chosen, _runs(wide(), chosen)))
+        exact = repeated_in_float64(wide, lambda wide: _rows(chosen, _runs(wide, chosen)))
         for at, row in zip(again, exact or (), strict=False):
             rows[at] = row
     return Proofs(tuple(rows), "one device" if is_random else "eager torch", steps)

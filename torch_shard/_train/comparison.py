@@ -25,6 +25,8 @@ from torch_shard._device import to_cpu
 
 logger = logging.getLogger(__name__)
 
+_S = TypeVar("_S")
+
 _T = TypeVar("_T")
 
 MAX_ROWS = 30
@@ -184,26 +186,33 @@ def precision_of(model: torch.nn.Module, compute_dtype: torch.dtype | None) -> t
 
 
 def told_apart(
-    rows: list[Difference], tolerance: float, repeat: Callable[[], Sequence[Difference]]
+    rows: list[Difference], tolerance: float, widen: Callable[[], _S], compare: Callable[[_S], Sequence[Difference]]
 ) -> list[Difference]:
     """The rows, with what their differences are in float64 if some are large: rounding shrinks there, and errors stay.
 
     Args:
         rows: In float32.
         tolerance: Larger ones are large.
-        repeat: Gives the rows where 64 bits are enabled.
+        widen: As `repeated_in_float64` takes it.
+        compare: Gives the rows.
     """
     if all(row.worst <= tolerance for row in rows):
         return rows
-    exact = {(row.kind, row.name): row.mesh for row in repeated_in_float64(repeat) or ()}
+    exact = {(row.kind, row.name): row.mesh for row in repeated_in_float64(widen, compare) or ()}
     return [dataclasses.replace(row, in_float64=exact.get((row.kind, row.name))) for row in rows]
 
 
-def repeated_in_float64(repeat: Callable[[], _T]) -> _T | None:
-    """What something gives where 64 bits are enabled; None if the loss cannot be computed so."""
+def repeated_in_float64(widen: Callable[[], _S], repeat: Callable[[_S], _T]) -> _T | None:
+    """What something gives in float64; None if the loss cannot be computed so.
+
+    Args:
+        widen: Gives the model and the batches, in torch, before 64 bits are enabled.
+        repeat: Is given them where 64 bits are enabled.
+    """
     try:
+        wide = widen()
         with jax.enable_x64(True):
-            return repeat()
+            return repeat(wide)
     except Exception:
         logger.info("The loss cannot be repeated in float64.", exc_info=True)
         return None

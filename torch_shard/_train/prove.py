@@ -6,6 +6,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -98,7 +99,7 @@ def prove(step: "TrainStep", state: TrainState, batch: PyTree, skip_grad_norm: f
     rows, dtype = _rows(step, state, placed), precision_of(step.model, step.options.compute_dtype)
     tolerance = ROUNDING.get(dtype, 1e-4)
     if dtype == torch.float32:
-        rows = told_apart(rows, tolerance, lambda: _again(step, state, placed))
+        rows = told_apart(rows, tolerance, lambda: _wide(step, state, placed), functools.partial(_again, step))
     rows += _updates(step, state, placed, skip_grad_norm)
     drawn = bool(step.gradient_step.num_draws)
     return Comparison(
@@ -132,12 +133,16 @@ def _named(kind: str, values: Mapping[str, jax.Array | torch.Tensor]) -> Values:
     return {(kind, name): array_of(value) for name, value in values.items()}
 
 
-def _again(step: "TrainStep", state: TrainState, placed: ShardedBatch) -> list[Difference]:
-    """The same in float64."""
-    model, leaves = cpu_model(step, state).double(), step.gradient_step.on_host(placed)
-    whole = dataclasses.replace(step.options, local_batches=False)
-    wide = type(step)(model, step.loss_fn, optax.identity(), whole)  # whose gradients alone are looked at
-    return _rows(wide, wide.init(), wide.put(in_float64(placed.signature.rebuild(leaves))))
+def _wide(step: "TrainStep", state: TrainState, placed: ShardedBatch) -> tuple[torch.nn.Module, PyTree]:
+    """The model with a state, and the batch, in float64 on the CPU."""
+    batch = placed.signature.rebuild(step.gradient_step.on_host(placed))
+    return cpu_model(step, state).double(), in_float64(batch)
+
+
+def _again(step: "TrainStep", wide: tuple[torch.nn.Module, PyTree]) -> list[Difference]:
+    (model, batch), whole = wide, dataclasses.replace(step.options, local_batches=False)
+    again = type(step)(model, step.loss_fn, optax.identity(), whole)  # whose gradients alone are looked at
+    return _rows(again, again.init(), again.put(batch))
 
 
 def _updates(

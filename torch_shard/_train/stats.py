@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torch_shard._common.caller import error_prefix
+from torch_shard._common.printed import aligned
 from torch_shard._common.svg import MARGIN, Picture, save_svg, width_of
 from torch_shard._state import TrainState
 from torch_shard._train.placing import ShardedBatch
@@ -77,10 +78,8 @@ class StepStats:
 
     def __str__(self) -> str:
         head = ("module", "", "output: largest", "mean", "zeros", "gradient: largest", "mean", "zeros")
-        lines = [head, *((row.name, row.kind, *_cells(row.output), *_cells(row.gradient)) for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        shown = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-        return "\n".join(line.rstrip() for line in shown)
+        rows = [(row.name, row.kind, *_cells(row.output), *_cells(row.gradient)) for row in self.rows]
+        return "\n".join(aligned([head, *rows]))
 
     @error_prefix("StepStats.save")
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -131,8 +130,7 @@ def _cells(numbers: Numbers | None) -> tuple[str, str, str]:
 
 def stats_of(step: "TrainStep", state: TrainState, placed: ShardedBatch) -> StepStats:
     """Repeat a step in eager torch, and look at what each module returns; see `TrainStep.stats`."""
-    rows: list[ModuleStats | None] = []
-    replay = Replay(step, state, placed)
+    rows, replay = list[ModuleStats](), Replay(step, state, placed)
 
     def left(name: str, kind: str, outputs: list[torch.Tensor]) -> None:
         if not outputs or (found := Numbers.of(outputs[0])) is None:
@@ -141,16 +139,13 @@ def stats_of(step: "TrainStep", state: TrainState, placed: ShardedBatch) -> Step
         rows.append(ModuleStats(name, kind, found, None))
 
         def arrived(grad: torch.Tensor) -> None:
-            row = rows[at]
-            assert row is not None
-            rows[at] = dataclasses.replace(row, gradient=Numbers.of(grad))
+            rows[at] = dataclasses.replace(rows[at], gradient=Numbers.of(grad))
 
         if outputs[0].requires_grad:
             outputs[0].register_hook(arrived)
 
-    for run in replay:
-        calls = ModuleCalls(replay.model, left)
-        with calls.active():
-            loss, _ = run.forward()
-        run.backward(loss)
-    return StepStats(tuple(row for row in rows if row is not None))
+    for part in replay:
+        with ModuleCalls(replay.model, left).active():
+            loss, _ = part.forward()
+        part.backward(loss)
+    return StepStats(tuple(rows))
