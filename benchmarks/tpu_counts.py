@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import jax
 
-from torch_shard._cost.exposed import exposed_cycles
+from torch_shard._cost.exposed import exposed_by_axis
 from torch_shard._cost.hlo import Hlo, Instruction, arrays_of
 from torch_shard._cost.total import costs_of
 
@@ -67,7 +67,7 @@ def counts_of(compiled: jax.stages.Compiled, device_kind: str = "TPU v5 lite", u
     return Counts(
         cycles=sum(cost.cycles or 0 for cost in costs) + kernels,
         kernel_cycles=kernels,
-        exposed=exposed_cycles(text, device_kind) or 0,
+        exposed=sum((exposed_by_axis(text, device_kind, {}) or {}).values()),
         wire=sum(cost.received_bytes for cost in costs),
         temporaries=memory.temp_size_in_bytes,
         traffic=sum(cost.memory_bytes for cost in costs),
@@ -80,15 +80,12 @@ def kernel_flops(hlo: Hlo, used: float = 1.0) -> float:
     return sum(_flops(kernel, used) * times for kernel, times in _kernels(hlo, hlo.entry, 1))
 
 
-def _kernels(hlo: Hlo, computation: str, times: int) -> Iterator[tuple[Instruction, int]]:
+def _kernels(hlo: Hlo, computation: str, times: float) -> Iterator[tuple[Instruction, float]]:
     for instruction in hlo.computations[computation]:
         if "tpu_custom_call" in instruction.attributes:
             yield instruction, times
-        elif instruction.op == "while":
-            yield from _kernels(hlo, instruction.find(r"body=%?([\w.\-]+)") or "", times * hlo.trips(instruction))
-        elif instruction.op in ("call", "conditional"):
-            for called in hlo.called(instruction)[:2]:
-                yield from _kernels(hlo, called, times)
+        for called, number in hlo.inner(instruction):
+            yield from _kernels(hlo, called, times * number)
 
 
 def _flops(kernel: Instruction, used: float) -> float:

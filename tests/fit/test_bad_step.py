@@ -122,7 +122,7 @@ def test_where_it_began_is_not_guessed(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("torch_shard._fit.first_non_finite._MOST_WORK", 10)
         refused(words + "repeating the batch in eager torch would take", Model())
-    monkeypatch.setattr("torch_shard._train.replay.eager_loss", lambda *args: (torch.ones(()), {}))
+    monkeypatch.setattr("torch_shard._train.replay.split_loss", lambda loss: (torch.ones(()), {}))
     refused(words + "the batch cannot be repeated in eager torch", Model())
 
 

@@ -1,4 +1,4 @@
-"""Shardings as SVG and PNG, read back from the files."""
+"""Shardings as SVG, read back from the files."""
 
 import itertools
 import xml.etree.ElementTree as ET
@@ -7,11 +7,11 @@ import jax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from PIL import Image
 
 import torch_shard as ts
 from tests.tables.drawn import LAYOUTS, MESHES, PLAN, Tied, jax_parts, layout
 from torch_shard._inspect.drawing import visualize_sharding
+from torch_shard._inspect.picture import CELL_HEIGHT, MIN_CELL_WIDTH
 
 
 def read_svg(path):
@@ -50,41 +50,20 @@ def test_picture_has_the_title(tmp_path):
     assert texts[:3] == ["$w$ <&>", "(64, 32) float32", "P('a') on (a=4, b=2)"]
 
 
-def test_png_opens_has_the_size_of_the_svg_and_differs_by_layout(tmp_path):
-    pixels = {}
-    for number, spec in enumerate(LAYOUTS):
-        drawing = visualize_sharding(layout((4, 2), spec), name="w")
-        drawing.save(tmp_path / f"{number}.png")
-        drawing.save(str(tmp_path / f"{number}.SVG"))
-        image = Image.open(tmp_path / f"{number}.png")
-        svg = ET.parse(tmp_path / f"{number}.SVG").getroot()
-        size = [float(svg.get(side).removesuffix("pt")) / 72 * 150 for side in ("width", "height")]
-        assert image.size == pytest.approx(size, abs=1)  # whole pixels
-        assert 200 < min(image.size) < max(image.size) < 2000
-        num_shards = len(set(jax_parts(layout((4, 2), spec)).values()))
-        counts = sorted(image.convert("RGB").getcolors(1 << 20), reverse=True)
-        large = [colour for count, colour in counts if count > 2000]  # a cell; edges of letters have far fewer
-        assert len(large) == num_shards + 1  # and the page
-        pixels[image.tobytes()] = spec
-    assert len(pixels) == len(LAYOUTS)
-
-
-def test_saved_twice_is_the_same_file(tmp_path):
+def test_a_picture_is_for_light_and_dark_pages_and_the_same_each_time(tmp_path):
     drawing = visualize_sharding(layout((4, 2), P("a")))
-    for suffix in ("svg", "png"):
-        drawing.save(tmp_path / f"first.{suffix}")
-        drawing.save(tmp_path / f"second.{suffix}")
-        assert (tmp_path / f"first.{suffix}").read_bytes() == (tmp_path / f"second.{suffix}").read_bytes()
-    assert drawing._repr_svg_() == (tmp_path / "first.svg").read_text()
+    drawing.save(str(tmp_path / "w.SVG"))
+    assert drawing._repr_svg_() == (tmp_path / "w.SVG").read_text() == drawing._repr_svg_()
+    assert "prefers-color-scheme:dark" in drawing._repr_svg_()
 
 
 def test_picture_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
-    file = tmp_path / "w.png"
+    file = tmp_path / "w.svg"
     file.write_bytes(b"old")
     monkeypatch.setattr("pathlib.Path.replace", lambda self, other: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         visualize_sharding(layout((4, 2), P())).save(file)
-    assert [(f.name, f.read_bytes()) for f in tmp_path.iterdir()] == [("w.png", b"old")]
+    assert [(f.name, f.read_bytes()) for f in tmp_path.iterdir()] == [("w.svg", b"old")]
 
 
 def test_picture_of_a_module_has_every_name_device_and_part(mesh, tmp_path):
@@ -109,6 +88,8 @@ def test_panels_do_not_overlap_and_long_names_are_folded(tmp_path):
     assert max(len(text) for _, _, text in texts) <= 90
     assert all(any(name in text for _, _, text in texts) for name in names)
     cells = [(y, x) for y, x, text in texts if text.startswith("CPU")]
-    # A cell is 0.6 inches high and at least 0.9 wide, in points.
-    apart = (abs(y - v) > 42 or abs(x - u) > 64 for (y, x), (v, u) in itertools.combinations(cells, 2))
+    apart = (
+        abs(y - v) > 0.99 * CELL_HEIGHT or abs(x - u) > 0.99 * MIN_CELL_WIDTH
+        for (y, x), (v, u) in itertools.combinations(cells, 2)
+    )
     assert all(apart)

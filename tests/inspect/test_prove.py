@@ -13,7 +13,7 @@ from torch import nn
 import torch_shard as ts
 from tests.tables.cases import CASE, make_mesh
 from tests.tables.hf_models import HF_MODELS
-from torch_shard._inspect.tiny import TINY, loss_with_logits, tiny
+from torch_shard._inspect.targets import TINY, loss_with_logits, tiny
 
 
 def mlp(*more: nn.Module) -> nn.Sequential:
@@ -82,39 +82,28 @@ def steep(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return (1e5 * (out.mean() - out.flatten().flip(0).mean()) + out.sum()).square()
 
 
-def test_rounding_that_a_model_magnifies_is_repeated_in_float64() -> None:
-    found = proofs(mlp(), steep, plans=["fsdp"])
-    found.raise_if_different()
-    assert [row.dtype for row in found.rows] == ["float64"]
+def narrow(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).float().square().mean()
 
 
-def test_what_a_model_computes_in_float32_itself_has_that_tolerance() -> None:
-    def narrow(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch).float().square().mean()
+PRECISIONS = {  # the model, the loss, options; in what it was computed, and what may be apart
+    "rounding that a model magnifies": (mlp, steep, {}, "float64", 1e-10),
+    "the same on the jax device": (lambda: mlp().to("jax"), steep, {}, "float64", 1e-10),
+    "float64": (lambda: mlp().double(), with_outputs, {}, "float64", 1e-10),
+    "float64, in part float32": (lambda: mlp().double(), narrow, {}, "float64, in part float32", 1e-5),
+    "bfloat16": (mlp, with_outputs, {"compute_dtype": torch.bfloat16, "steps": 1}, "bfloat16", 3e-2),
+}
 
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_each_precision_has_its_tolerance(name: str) -> None:
+    build, loss_fn, options, dtype, tolerance = PRECISIONS[name]
+    model = build()
     torch.manual_seed(1)
-    found = ts.prove(mlp().double(), narrow, torch.randn(8, 4).double(), plans=["fsdp"])
-    found.raise_if_different()
-    assert (found.rows[0].dtype, found.rows[0].compared.tolerance) == ("float64, in part float32", 1e-5)
-
-
-def test_models_in_float64_are_exact() -> None:
-    torch.manual_seed(1)
-    found = ts.prove(mlp().double(), with_outputs, torch.randn(8, 4).double(), plans=["fsdp_tp"])
-    found.raise_if_different()
-    assert found.rows[0].compared.tolerance == 1e-10
-
-
-def test_bfloat16_has_the_tolerance_of_bfloat16() -> None:
-    found = proofs(mlp(), plans=["fsdp"], compute_dtype=torch.bfloat16, steps=1)
-    found.raise_if_different()
-    assert found.rows[0].compared.tolerance == 3e-2
-
-
-def test_a_model_on_the_jax_device_is_repeated_in_float64_too() -> None:
-    found = proofs(mlp().to("jax"), steep, plans=["fsdp"])
-    found.raise_if_different()
-    assert [row.dtype for row in found.rows] == ["float64"]
+    batch = torch.randn(8, 4, dtype=torch.float64 if model[0].weight.dtype == torch.float64 else torch.float32)
+    (row,) = ts.prove(model, loss_fn, batch, plans=["fsdp"], **options).rows
+    assert row.holds
+    assert (row.dtype, row.compared.tolerance) == (dtype, tolerance)
 
 
 def test_dropout_is_compared_with_one_device() -> None:

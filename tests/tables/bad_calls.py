@@ -631,7 +631,7 @@ REFUSED: dict[str, dict[str, str]] = {
         'ts.visualize_sharding({"a": 5})': "TypeError: visualize_sharding: 1 of the 1 names in dict have no sharding (int): a. Place them",
         "ts.visualize_sharding(jnp.ones(2), name=5)": "TypeError: visualize_sharding: name must be a str, got int.",
         "ts.visualize_sharding(state).save(None)": "TypeError: Drawing.save: path must be a path, got NoneType.",
-        'ts.visualize_sharding(state).save("picture.bmp")': "ValueError: Drawing.save: the suffix must be .svg or .png, got '.bmp' in 'picture.bmp'.",
+        'ts.visualize_sharding(state).save("picture.png")': "ValueError: Drawing.save: pictures are SVG, so the suffix must be .svg, got '.png' in 'picture.png'. Browsers show",
         'ts.visualize_sharding(state).save("")': "ValueError: Drawing.save: path is empty. Name a file or a directory.",
         'ts.visualize_sharding(state).save(f"{file}/a.svg")': "NotADirectoryError: Drawing.save: path is",
         'ts.visualize_sharding(state).save(folder + "/a\\0.svg")': "ValueError: Drawing.save: path cannot be '",

@@ -40,5 +40,10 @@ def test_numbers_are_those_of_hooks(tmp_path):
             assert numbers.zeros == pytest.approx((tensor == 0).float().mean().item())
     assert len(str(stats).splitlines()) == len(stats.rows) + 1
     stats.save(tmp_path / "stats.svg")
-    assert "<svg" in (tmp_path / "stats.svg").read_text()
+    picture = (tmp_path / "stats.svg").read_text()
+    assert picture.count('class="one"') == picture.count('class="two"') == len(stats.rows)  # dots
+    with pytest.raises(
+        ValueError, match=r"StepStats\.save: pictures are SVG, so the suffix must be \.svg, got '\.png'"
+    ):
+        stats.save("stats.png")
     assert not any(m._forward_hooks for m in model.modules())

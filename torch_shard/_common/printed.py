@@ -1,6 +1,7 @@
 """What `print` and notebooks show of an object that `rich.print` shows as a table or a group."""
 
 import io
+from collections.abc import Sequence
 
 from rich.console import Console, RenderableType
 
@@ -16,6 +17,13 @@ def printed(shown: RenderableType, width: int) -> str:
     with console.capture() as text:
         console.print(shown)
     return text.get()
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines of text, whose columns stand below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return [line.rstrip() for line in lines]
 
 
 class InNotebooks:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,21 @@ def collective_of(hlo: Hlo, instruction: Instruction, *, scatters: bool = False)
     if kind == "all-reduce":
         return Collective("reduce-scatter" if scatters else kind, (1 if scatters else 2) * given * share)
     return Collective(kind, given if kind == "collective-permute" else given * share)
+
+
+def travelling(hlo: Hlo, instruction: Instruction) -> Iterator[tuple[Instruction, Collective]]:
+    """The collectives that an instruction starts: itself, or those that are fused into it."""
+    if instruction.kind in KINDS:
+        yield instruction, collective_of(hlo, instruction)
+    elif instruction.op in ("fusion", "async-start"):
+        for called in hlo.called(instruction):
+            scatters = "all-reduce-scatter" in called
+            for inner in hlo.computations[called]:
+                if inner.kind in KINDS:
+                    is_scatter = scatters and inner.op == "all-reduce"
+                    yield inner, collective_of(hlo, inner, scatters=is_scatter)
+                elif inner.op == "fusion":
+                    yield from travelling(hlo, inner)
 
 
 def between_slices(instruction: Instruction) -> float:

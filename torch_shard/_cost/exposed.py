@@ -9,7 +9,7 @@ import collections
 import dataclasses
 from collections.abc import Mapping
 
-from torch_shard._cost.collectives import KINDS, axes_of_group, collective_of, group_of, identity
+from torch_shard._cost.collectives import axes_of_group, group_of, identity, travelling
 from torch_shard._cost.hlo import Hlo, Instruction
 from torch_shard._cost.total import Walk
 
@@ -22,19 +22,10 @@ Source: "Inter-chip interconnect" of each in Google Cloud's documentation, over 
 _ONE_BY_ONE = ("-done", "-update")
 
 
-def exposed_cycles(text: str, device_kind: str) -> int | None:
-    """Cycles that one device waits for others; None for a kind of device whose links are not known.
-
-    Args:
-        text: As `jax.stages.Compiled.as_text()` gives it.
-        device_kind: As JAX names the device.
-    """
-    found = exposed_by_axis(text, device_kind, {})
-    return None if found is None else sum(found.values())
-
-
 def exposed_by_axis(text: str, device_kind: str, sizes: Mapping[str, int]) -> dict[str, int] | None:
     """Cycles that one device waits for others, by the axes of the mesh, by comma, over which they lie.
+
+    None for a kind of device whose links are not known.
 
     Args:
         text: As `jax.stages.Compiled.as_text()` gives it.
@@ -105,17 +96,16 @@ class _Schedule:
 
     def _step(self, clock: _Clock, instruction: Instruction, number: int, last: dict[str, int]) -> None:
         op = instruction.op
-        if op == "while" or op in ("call", "conditional"):
-            times = self.hlo.trips(instruction) if op == "while" else 1
-            for called in self._inner(instruction):
-                inner = self.run(called, clock.around.union(clock.ends))
-                clock.now += times * inner.now
-                for group, cycles in inner.waited.items():
+        if inner := self.hlo.inner(instruction):
+            for called, times in inner:
+                passed = self.run(called, clock.around.union(clock.ends))
+                clock.now += times * passed.now
+                for group, cycles in passed.waited.items():
                     clock.add(group, times * cycles)
             return
         if op.endswith(_ONE_BY_ONE):
             if op.endswith("-done"):
-                clock.wait(self._started(instruction))
+                clock.wait(next(iter(instruction.operands), ""))
             return
         travels = [travel for travel in self._travels(instruction) if travel[0] not in clock.around]
         for chain, moved in travels:
@@ -127,37 +117,12 @@ class _Schedule:
                 if last[chain] == number:
                     clock.wait(chain)
 
-    def _inner(self, instruction: Instruction) -> list[str]:
-        if instruction.op == "while":
-            return [instruction.find(r"body=%?([\w.\-]+)") or ""]
-        return self.hlo.called(instruction)[:2]
-
-    def _started(self, done: Instruction) -> str:
-        return next(iter(done.operands), "")
-
     def _travels(self, instruction: Instruction) -> list[tuple[str, tuple[str, float]]]:
         """What goes over the wire: a name, by which its end is known, its group of devices, and cycles."""
-        if instruction.kind in KINDS:
-            return [(self._name(instruction, instruction), self._moved(instruction))]
-        if instruction.op not in ("fusion", "async-start"):
-            return []
-        found: list[tuple[str, tuple[str, float]]] = []
-        for called in self.hlo.called(instruction):
-            scatters = "all-reduce-scatter" in called
-            for inner in self.hlo.computations[called]:
-                if inner.kind in KINDS:
-                    found.append((self._name(instruction, inner), self._moved(inner, scatters=scatters)))
-                elif inner.op == "fusion":
-                    found += self._travels(inner)
+        found = list[tuple[str, tuple[str, float]]]()
+        for inner, moved in travelling(self.hlo, instruction):
+            key, ways = identity(inner), 1 if inner.kind == "collective-permute" else 2  # of a ring
+            # of a part of a chain, the name of the chain; else that of the instruction in the schedule
+            name = ":".join(map(str, key)) if "chain" in key else instruction.name
+            found.append((name, (group_of(inner), moved.num_bytes * 2 / ways / self._rate)))
         return found
-
-    def _name(self, outer: Instruction, collective: Instruction) -> str:
-        """Of a part of a chain, that of the chain; else of the instruction that stands in the schedule."""
-        key = identity(collective)
-        return ":".join(map(str, key)) if "chain" in key else outer.name
-
-    def _moved(self, collective: Instruction, *, scatters: bool = False) -> tuple[str, float]:
-        is_scatter = scatters and collective.op == "all-reduce"
-        num_bytes = collective_of(self.hlo, collective, scatters=is_scatter).num_bytes
-        ways = 1 if collective.kind == "collective-permute" else 2  # of a ring
-        return group_of(collective), num_bytes * 2 / ways / self._rate

@@ -154,6 +154,14 @@ class Hlo:
             names += re.findall(r"%?([\w.\-]+)", group)
         return [name for name in names if name in self.computations]
 
+    def inner(self, instruction: Instruction) -> list[tuple[str, float]]:
+        """The computations that a loop, a call or a branch runs, each with how often; none for what is one itself."""
+        if instruction.op == "while":
+            return [(instruction.find(r"body=%?([\w.\-]+)") or "", self.trips(instruction))]
+        return (
+            [(name, 1.0) for name in self.called(instruction)[:2]] if instruction.op in ("call", "conditional") else []
+        )
+
     def inputs(self, instruction: Instruction) -> Iterator[Array]:
         """The arrays that an instruction works on."""
         for name in instruction.operands:

@@ -6,7 +6,7 @@ Cycles are XLA:TPU's own `estimated_cycles`, without communication; a kernel wri
 import dataclasses
 from collections.abc import Iterator
 
-from torch_shard._cost.collectives import KINDS, Collective, between_slices, collective_of, identity
+from torch_shard._cost.collectives import KINDS, Collective, between_slices, identity, travelling
 from torch_shard._cost.flops import flops_of
 from torch_shard._cost.hlo import Hlo, Instruction
 from torch_shard._cost.memory_traffic import Traffic
@@ -80,22 +80,17 @@ class Walk:
         for instruction in self.hlo.computations[name]:
             if instruction.op in _FREE or instruction.op.endswith(("-done", "-update")):
                 continue
-            if instruction.op == "while":
-                body = instruction.find(r"body=%?([\w.\-]+)") or ""
-                yield from self.computation(body, times * self.hlo.trips(instruction))
-            elif instruction.op in ("call", "conditional"):
-                for called in self.hlo.called(instruction)[:2]:
-                    yield from self.computation(called, times)
-            elif instruction.kind in KINDS:
-                yield from self._collective(instruction, times, self.hlo.label(instruction))
-            elif (num_bytes := between_slices(instruction)) or instruction.op in ("send", "recv"):
+            if inner := self.hlo.inner(instruction):
+                for called, number in inner:
+                    yield from self.computation(called, times * number)
+                continue
+            yield from self._collectives(instruction, times)
+            if instruction.kind in KINDS:
+                continue
+            if (num_bytes := between_slices(instruction)) or instruction.op in ("send", "recv"):
                 yield Cost(self.hlo.label(instruction), instruction.op, times, between_slices=num_bytes * times)
-            else:
-                if instruction.op in ("fusion", "async-start"):
-                    for called in self.hlo.called(instruction):
-                        yield from self._fused_collectives(called, times, self.hlo.label(instruction))
-                if instruction.op != "custom-call" or _KERNEL in instruction.attributes:
-                    yield self._own(instruction, times)
+            elif instruction.op != "custom-call" or _KERNEL in instruction.attributes:
+                yield self._own(instruction, times)
 
     def _own(self, instruction: Instruction, times: float) -> Cost:
         called = self.hlo.called(instruction) if instruction.op == "fusion" else []
@@ -131,24 +126,13 @@ class Walk:
             self._sums[computation, what] = total
         return self._sums[computation, what]
 
-    def _fused_collectives(self, computation: str, times: float, label: str) -> Iterator[Cost]:
-        scatters = "all-reduce-scatter" in computation
-        for instruction in self.hlo.computations[computation]:
-            if instruction.kind in KINDS:
-                is_scatter = scatters and instruction.op == "all-reduce"
-                yield from self._collective(instruction, times, instruction.label or label, scatters=is_scatter)
-            elif instruction.op == "fusion":
-                for called in self.hlo.called(instruction):
-                    yield from self._fused_collectives(called, times, label)
-
-    def _collective(
-        self, instruction: Instruction, times: float, label: str, *, scatters: bool = False
-    ) -> Iterator[Cost]:
-        if (key := identity(instruction)) in self._seen:
-            return
-        self._seen.add(key)
-        found = collective_of(self.hlo, instruction, scatters=scatters)
-        yield Cost(label, instruction.op, times, collective=found)
+    def _collectives(self, instruction: Instruction, times: float) -> Iterator[Cost]:
+        for inner, moved in travelling(self.hlo, instruction):
+            if (key := identity(inner)) not in self._seen:
+                self._seen.add(key)
+                label = self.hlo.label(instruction)
+                own = "" if inner is instruction else inner.label
+                yield Cost(own or label, inner.op, times, collective=moved)
 
 
 def _cycles(instruction: Instruction) -> int | None:

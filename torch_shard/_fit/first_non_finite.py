@@ -5,11 +5,8 @@ import math
 from pathlib import Path
 
 import jax
-import torch
-from safetensors.torch import save_file
 
-from torch_shard._common.files import replacing
-from torch_shard._inspect import BAD_BATCH, batch_leaves, find_nan, replay
+from torch_shard._inspect import find_nan, replay, save_bad_batch
 from torch_shard._state import TrainState
 from torch_shard._train import ShardedBatch, TrainStep
 
@@ -51,11 +48,8 @@ def explained(step: TrainStep, placed: ShardedBatch, state: TrainState, director
         state: As it was before the step.
         directory: Where the batch goes; None for nowhere.
     """
-    leaves = batch_leaves(step, placed)
     kept = ""
-    if directory is not None and jax.process_index() == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-        with replacing(directory / BAD_BATCH) as partial:
-            save_file({name: torch.as_tensor(leaf).contiguous() for name, leaf in leaves.items()}, partial)
-        kept = f"\n\nThe batch is in {directory / BAD_BATCH}: torch-shard replay FILE.py {directory} says this again"
+    if directory is not None:
+        path = save_bad_batch(step, placed, directory)
+        kept = f"\n\nThe batch is in {path}: torch-shard replay FILE.py {directory} says this again"
     return f"\n\n{find_nan(step, state, placed)}{kept}"

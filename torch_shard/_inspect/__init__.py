@@ -1,21 +1,22 @@
 """Previews and proofs: comparison with torch, explanation of a capture, drawings of shardings."""
 
+from torch_shard._inspect.bad_batch import read_bad_batch, save_bad_batch
 from torch_shard._inspect.compare import compare_batches, compare_with_torch
 from torch_shard._inspect.drawing import Drawing, visualize_sharding
 from torch_shard._inspect.explain import Explanation, explain_capture
-from torch_shard._inspect.find_nan import BAD_BATCH, NanReport, batch_leaves, find_nan, read_bad_batch, replay
-from torch_shard._inspect.previewed import find_proved, find_step, read_file
+from torch_shard._inspect.find_nan import NanReport, find_nan, replay
 from torch_shard._inspect.proofs import Proof, Proofs
 from torch_shard._inspect.prove import prove
+from torch_shard._inspect.targets import find_proved, find_step, read_file
+from torch_shard._inspect.training import Training
 
 __all__ = [
-    "BAD_BATCH",
     "Drawing",
     "Explanation",
     "NanReport",
     "Proof",
     "Proofs",
-    "batch_leaves",
+    "Training",
     "compare_batches",
     "compare_with_torch",
     "explain_capture",
@@ -26,5 +27,6 @@ __all__ = [
     "read_bad_batch",
     "read_file",
     "replay",
+    "save_bad_batch",
     "visualize_sharding",
 ]

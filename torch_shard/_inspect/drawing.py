@@ -15,17 +15,16 @@ from rich.text import Text
 from torch_shard._capture import is_fake
 from torch_shard._common.caller import error_prefix, public
 from torch_shard._common.convert import struct_of
-from torch_shard._common.files import replacing
 from torch_shard._common.printed import InNotebooks, printed
+from torch_shard._common.svg import save_svg
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_file, check_kind
+from torch_shard._common.validate import check_kind
 from torch_shard._common.wrappers import unwrapped
 from torch_shard._device import JaxTensor
 from torch_shard._inspect.grid import DrawnArray, Grid, describe_names, make_grids
+from torch_shard._inspect.picture import paint
 from torch_shard._sharding import ResolvedEntry, ResolvedPlan
 from torch_shard._state import TrainState
-
-SUFFIXES = (".svg", ".png")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -65,33 +64,21 @@ class Drawing(InNotebooks):
 
     @error_prefix("Drawing.save")
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the drawing as a picture, whole or not at all.
+        """Write the drawing as an SVG, whole or not at all.
 
         Args:
-            path: Of the file; its suffix, `.svg` or `.png`, says the format.
+            path: Of the file, which ends in `.svg`.
 
         Raises:
             TypeError: It is no path.
-        ValueError: Another suffix, or no file can have such a name.
-        IsADirectoryError: A directory is there.
-        NotADirectoryError: It lies below a file.
+            ValueError: Another suffix, or no file can have such a name.
+            IsADirectoryError: A directory is there.
+            NotADirectoryError: It lies below a file.
         """
-        path = check_file("path", path)
-        if path.suffix.lower() not in SUFFIXES:
-            raise ValueError(
-                f"Drawing.save: the suffix must be {' or '.join(SUFFIXES)}, got {path.suffix!r} in {str(path)!r}."
-            )
-        picture = self._paint(path.suffix.lower().removeprefix("."))
-        with replacing(path) as partial:
-            partial.write_bytes(picture)
+        save_svg(self._repr_svg_(), path)
 
     def _repr_svg_(self) -> str:
-        return self._paint("svg").decode()
-
-    def _paint(self, file_format: str) -> bytes:
-        from torch_shard._inspect.picture import paint
-
-        return paint(self.heading, self.grids, file_format)
+        return paint(self.heading, self.grids)
 
 
 @public
@@ -113,7 +100,7 @@ def visualize_sharding(subject: PyTree, *, name: str = "") -> Drawing:
         name: What to call it in the title.
 
     Returns:
-        A drawing: `rich.print(drawing)`, `drawing.save("weights.svg")`, `drawing.save("weights.png")`.
+        A drawing: `rich.print(drawing)`, `drawing.save("weights.svg")`.
 
     Raises:
         TypeError: Something has no sharding, as a CPU tensor has none; the error has all the names.
@@ -216,7 +203,6 @@ def _print_grid(grid: Grid) -> Iterator[RenderableType]:
         yield names
         yield Text(grid.spec)
     cells = Table(box=box.SQUARE, show_header=False, show_lines=True)
-    for row in grid.coloured_rows:
-        texts = (Text(f"{cell.owner}\n{cell.part}", style=f"bold white on {colour}") for cell, colour in row)
-        cells.add_row(*texts)
+    for row in grid.rows:
+        cells.add_row(*(Text(f"{cell.owner}\n{cell.part}", style=f"bold white on {cell.colour}") for cell in row))
     yield cells

@@ -6,27 +6,21 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Literal
 
 import jax
 import numpy as np
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from torch_shard._common.caller import public
+from torch_shard._common.printed import aligned
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
-from torch_shard._inspect.origins import ModuleValue, Origin, Origins, value_of
-from torch_shard._loss import array_paths, flatten_batch
+from torch_shard._inspect.origins import ModuleValue, Origin, Origins
+from torch_shard._loss import array_paths
 from torch_shard._state import TrainState, as_arrays, check_state, global_norm
-from torch_shard._train import Replay, ShardedBatch, TrainStep, array_of, host_batch, tensors_of
+from torch_shard._train import Replay, ShardedBatch, TrainStep, array_of, tensors_of
 
 Place = Literal["", "batch", "parameter", "buffer", "constant", "forward", "backward", "norm", "update", "step"]
-
-BAD_BATCH = "bad_batch.safetensors"
-"""The name of the file in which `fit` keeps the batch of a bad step."""
 
 NUM_MODULES = 20
 """How many modules before the place a report has."""
@@ -119,8 +113,7 @@ class NanReport:
             what = "gradients of modules" if self.place == "backward" else "modules"
             lines += ["", f"The {what} before it, the last one last:"]
             rows = [(m.name, m.kind, f"{m.shape} {str(m.dtype)[6:]}", _largest(m)) for m in self.before]
-            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-            lines += ["  " + "  ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+            lines += [f"  {line}" for line in aligned(rows)]
         lines += ["", f"Loss: {self.loss:.6g} in the step, {self.eager_loss:.6g} in eager torch on the CPU."]
         return "\n".join(lines)
 
@@ -175,37 +168,6 @@ def find_nan(step: TrainStep, state: TrainState, batch: PyTree) -> NanReport:
     return _of_step(found, out) or _after_gradients(step, state, out, found)
 
 
-def batch_leaves(step: TrainStep, placed: ShardedBatch) -> dict[str, torch.Tensor]:
-    """The whole batch on the CPU, as torch has it: its leaves by their places in it. Every process must ask for it."""
-    arrays = jax.jit(lambda arrays: arrays, out_shardings=step.replicated)(placed.arrays)
-    return dict(zip(placed.signature.paths, host_batch(arrays, placed), strict=True))
-
-
-def read_bad_batch(directory: Path, like: PyTree) -> PyTree:
-    """The batch of a bad step.
-
-    Args:
-        directory: Where `fit(on_bad_step="explain")` has kept it.
-        like: A batch of the same structure.
-
-    Raises:
-        FileNotFoundError: There is none.
-        ValueError: It has other leaves, or is damaged.
-    """
-    path = directory / BAD_BATCH
-    if not path.is_file():
-        raise FileNotFoundError(f"{directory} has no {BAD_BATCH}: fit(on_bad_step='explain') writes it.")
-    try:
-        leaves = load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    paths = array_paths(like)
-    if sorted(paths) != sorted(leaves):
-        raise ValueError(f"the batch has {', '.join(leaves)}, and that of the step {', '.join(paths)}")
-    _, signature = flatten_batch(like)
-    return signature.rebuild([leaves[path] for path in paths])
-
-
 def replay(step: TrainStep, state: TrainState, placed: ShardedBatch) -> NanReport:
     """Look for the place in eager torch alone; `loss` is that of eager torch.
 
@@ -236,7 +198,7 @@ def _replay(run: Replay) -> NanReport:
         losses.append(float(loss.detach()))
         origin = look.of(loss) or next(filter(None, map(look.of, run.model.buffers())), None)
         if origin is None or math.isfinite(losses[-1]):
-            with look.active(), look.in_backward():
+            with look.active(forward=False):
                 part.backward(loss)
             origin = look.of_gradients() or origin
         if origin is not None:
@@ -287,8 +249,7 @@ def _loop(step: TrainStep, module: str) -> list[str]:
 def _of_step(found: NanReport, out: Mapping[str, PyTree]) -> NanReport | None:
     """The report where the step is not finite and eager torch is."""
     parts = {"gradient": out["grads"], "buffer": {**out["buffers"], **out["written"]}}
-    values = {f"{kind} {name}": array_of(value) for kind, part in parts.items() for name, value in part.items()}
-    wrong = [name for name, value in values.items() if not np.isfinite(value.astype(np.complex128)).all()]
+    wrong = [f"{kind} {n}" for kind, part in parts.items() for n, value in part.items() if not _is_finite(value)]
     if math.isfinite(found.loss) and not wrong:
         return None
     note = f"In the step {', '.join(wrong[:4]) or 'the loss'} {'are' if len(wrong) > 1 else 'is'} not finite."
@@ -299,17 +260,18 @@ def _of_step(found: NanReport, out: Mapping[str, PyTree]) -> NanReport | None:
 def _after_gradients(step: TrainStep, state: TrainState, out: Mapping[str, PyTree], found: NanReport) -> NanReport:
     """The report where loss and gradients are finite, and what is made of them is not."""
     grads: dict[str, jax.Array] = out["grads"]
-    norm = float(array_of(global_norm(grads)))
-    if not math.isfinite(norm):
-        sizes = {name: value_of(name, "", [torch.tensor(array_of(grad))]).largest for name, grad in grads.items()}
-        worst = max(sizes, key=lambda name: sizes[name])
-        given = (f"the gradient of {worst}: its largest entry is {sizes[worst]:.4g}",)
-        return dataclasses.replace(found, place="norm", name=worst, value="infinity", given=given)
-    held = {**dict(state.params), **out["written"]}
-    updated = step.update_by_name(state, grads, {name: held[name] for name in state.params}, out["loss"])
-    for name, value in updated.items():
-        if not np.isfinite(array_of(value).astype(np.complex128)).all():
-            shown = value_of(name, "", [torch.tensor(array_of(grads[name]))]).largest
-            given = (f"the gradient of {name}: its largest entry is {shown:.4g}",)
-            return dataclasses.replace(found, place="update", name=name, value="not finite", given=given)
-    return found
+    sizes = {name: float(np.abs(array_of(grad)).max(initial=0)) for name, grad in grads.items()}
+    place, name, value = "norm", max(sizes, key=sizes.__getitem__, default=""), "infinity"
+    if _is_finite(global_norm(grads)):
+        held = {**dict(state.params), **out["written"]}
+        updated = step.update_by_name(state, grads, {name: held[name] for name in state.params}, out["loss"])
+        wrong = [name for name, parameter in updated.items() if not _is_finite(parameter)]
+        if not wrong:
+            return found
+        place, name, value = "update", wrong[0], "not finite"
+    given = (f"the gradient of {name}: its largest entry is {sizes[name]:.4g}",)
+    return dataclasses.replace(found, place=place, name=name, value=value, given=given)
+
+
+def _is_finite(value: jax.Array) -> bool:
+    return bool(np.isfinite(array_of(value).astype(np.complex128)).all())

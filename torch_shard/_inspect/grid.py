@@ -1,8 +1,9 @@
 """A sharding as a grid of cells, which devices hold which part; arrays that lie alike are one grid."""
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 
 from jax.sharding import NamedSharding, Sharding
 
@@ -16,6 +17,30 @@ COLOURS = ("#3367a8", "#2f7d4f", "#8a4a9e", "#b35a1f", "#1f7a8c", "#a83a48", "#5
 
 Part = tuple[tuple[int, int], ...]
 """A range of global indices per dim."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A shard: the devices that hold it, which part of the array it is, both in words, and a colour, as `#3367a8`."""
+
+    owner: str
+    part: str
+    colour: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Arrays that lie alike.
+
+    Attributes:
+        lines: Pairs of names and their shape and dtype.
+        spec: Spec and mesh; empty where the sharding has none.
+        rows: The cells.
+    """
+
+    lines: tuple[tuple[str, str], ...]
+    spec: str
+    rows: tuple[tuple[Cell, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,45 +64,68 @@ class DrawnArray:
             return ""
         return f"{describe_spec(self.sharding.spec)} on {describe_mesh(self.sharding.mesh)}"  # pyright: ignore
 
+    @functools.cached_property
+    def holders(self) -> dict[Part, tuple[Device, ...]]:
+        """The devices that hold each part."""
+        found: dict[Part, list[Device]] = {}
+        try:
+            placed = self.sharding.devices_indices_map(self.shape)
+        except ValueError as error:  # JAX's error does not have the name
+            raise ValueError(f"visualize_sharding: {self.names[0]} {self.kind}: {error}") from error
+        for device, index in placed.items():
+            part = tuple(piece.indices(size)[:2] for piece, size in zip(index, self.shape, strict=True))
+            found.setdefault(part, []).append(device)
+        if len(found) > MAX_CELLS:
+            of = f" of {self.names[0]}" if self.names[0] else ""
+            raise ValueError(f"visualize_sharding: {len(found)} shards{of} are more than can be drawn ({MAX_CELLS}).")
+        return {part: tuple(sorted(found[part], key=lambda device: device.id)) for part in sorted(found)}
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """A shard: the devices that hold it, by id, and which part of the array it is, in words."""
-
-    devices: tuple[Device, ...]
-    part: str
-
-    @property
-    def owner(self) -> str:
-        """The devices in few words."""
-        platform, ids = self.devices[0].platform.upper(), [str(device.id) for device in self.devices]
-        if len(ids) <= 8:
-            return f"{platform} {', '.join(ids)}"
-        return f"{platform} {ids[0]}, {ids[1]}, ... {ids[-1]} ({len(ids)} devices)"
-
-
-Cells = tuple[tuple[Cell, ...], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Grid:
-    """Arrays that lie alike.
-
-    Attributes:
-        lines: Pairs of names and their shape and dtype.
-        spec: Spec and mesh; empty where the sharding has none.
-        rows: The cells.
-    """
-
-    lines: tuple[tuple[str, str], ...]
-    spec: str
-    rows: Cells
+    @functools.cached_property
+    def ranges(self) -> list[list[tuple[int, int]]]:
+        """The ranges into which each dim is cut."""
+        return [sorted(set(pieces)) for pieces in zip(*self.holders, strict=True)]
 
     @property
-    def coloured_rows(self) -> list[list[tuple[Cell, str]]]:
-        """The cells, each with a colour, as in `#3367a8`; more cells than colours take them in turn."""
-        colours = itertools.cycle(COLOURS)
-        return [[(cell, next(colours)) for cell in row] for row in self.rows]
+    def layout(self) -> Hashable:
+        """The same for arrays that lie alike: P("model") and P("model", None) are one to a matrix."""
+        placed, spec = self.sharding, list[object]()
+        if isinstance(placed, NamedSharding):
+            spec = [placed.mesh, *placed.spec]
+            while spec[-1] is None:
+                spec.pop()
+        cuts = () if len(self.holders) == 1 else tuple(map(len, self.ranges))
+        return tuple(spec), cuts, tuple(self.holders.values())
+
+    def cells(self, *, by_place: bool) -> tuple[tuple[Cell, ...], ...]:
+        """The parts in rows, the last dim that is split running along a row.
+
+        Args:
+            by_place: Whether a part is `[1 of 2, :]`, as for arrays of any size, and not `[0:16, :]`.
+        """
+        split = [dim for dim, ranges in enumerate(self.ranges) if len(ranges) > 1]
+        # A matrix that is split by rows alone is drawn as rows; a vector always lies down.
+        across = split[-1] if split and (split[-1] > 0 or len(self.shape) == 1) else None
+        rows: dict[object, list[Cell]] = {}
+        for (part, devices), colour in zip(self.holders.items(), itertools.cycle(COLOURS), strict=False):
+            row = tuple(piece for dim, piece in enumerate(part) if dim != across)
+            words = "whole" if by_place and not split else f"[{', '.join(self._words(part, by_place=by_place))}]"
+            rows.setdefault(row, []).append(Cell(_owner(devices), words, colour))
+        return tuple(map(tuple, rows.values()))
+
+    def _words(self, part: Part, *, by_place: bool) -> Iterable[str]:
+        for piece, ranges in zip(part, self.ranges, strict=True):
+            if len(ranges) == 1:
+                yield ":"
+            else:
+                yield f"{ranges.index(piece) + 1} of {len(ranges)}" if by_place else f"{piece[0]}:{piece[1]}"
+
+
+def _owner(devices: tuple[Device, ...]) -> str:
+    """The devices in few words."""
+    platform, ids = devices[0].platform.upper(), [str(device.id) for device in devices]
+    if len(ids) <= 8:
+        return f"{platform} {', '.join(ids)}"
+    return f"{platform} {ids[0]}, {ids[1]}, ... {ids[-1]} ({len(ids)} devices)"
 
 
 def make_grids(entries: Iterable[DrawnArray]) -> tuple[Grid, ...]:
@@ -86,92 +134,22 @@ def make_grids(entries: Iterable[DrawnArray]) -> tuple[Grid, ...]:
     Raises:
         ValueError: An entry has more shards than can be drawn, or its sharding does not fit its shape.
     """
-    alike: dict[tuple[Hashable, Cells], list[tuple[DrawnArray, Cells]]] = {}
+    alike: dict[Hashable, list[DrawnArray]] = {}
     for entry in entries:
-        holders = _find_holders(entry)
-        places = _fill_cells(entry.shape, holders, _by_place(list(holders)))
-        indices = _fill_cells(entry.shape, holders, _by_indices(entry.shape))
-        alike.setdefault((_mesh_and_spec(entry.sharding), places), []).append((entry, indices))
-    return tuple(_make_grid(places, members) for (_, places), members in alike.items())
+        alike.setdefault(entry.layout, []).append(entry)
+    return tuple(map(_make_grid, alike.values()))
 
 
-def _mesh_and_spec(sharding: Sharding) -> Hashable:
-    """A key that tells layouts apart: P("model") and P("model", None) are one to a matrix."""
-    if not isinstance(sharding, NamedSharding):
-        return None
-    spec = list(sharding.spec)
-    while spec and spec[-1] is None:
-        spec.pop()
-    return sharding.mesh, tuple(spec)
-
-
-def _make_grid(places: Cells, members: list[tuple[DrawnArray, Cells]]) -> Grid:
-    first, indices = members[0]
-    one_shape = all(entry.shape == first.shape for entry, _ in members)
+def _make_grid(members: list[DrawnArray]) -> Grid:
+    first = members[0]
+    one_shape = all(entry.shape == first.shape for entry in members)
     names: dict[str, list[tuple[str, ...]]] = {}
-    for entry, _ in members:
+    for entry in members:
         shard = entry.sharding.shard_shape(entry.shape)
         each = "" if one_shape or shard == entry.shape else f", each shard {shard}"
         names.setdefault(entry.kind + each, []).append(entry.names)
     lines = ((line, kind) for kind, ties in names.items() for line in describe_names(ties))
-    return Grid(tuple(lines), first.spec, indices if one_shape else places)
-
-
-def _find_holders(entry: DrawnArray) -> dict[Part, tuple[Device, ...]]:
-    """The devices that hold each part."""
-    holders: dict[Part, list[Device]] = {}
-    try:
-        placed = entry.sharding.devices_indices_map(entry.shape)
-    except ValueError as error:  # JAX's error does not have the name
-        raise ValueError(f"visualize_sharding: {entry.names[0]} {entry.kind}: {error}") from error
-    for device, index in placed.items():
-        part = tuple(piece.indices(size)[:2] for piece, size in zip(index, entry.shape, strict=True))
-        holders.setdefault(part, []).append(device)
-    if len(holders) > MAX_CELLS:
-        of = f" of {entry.names[0]}" if entry.names[0] else ""
-        raise ValueError(f"visualize_sharding: {len(holders)} shards{of} are more than can be drawn ({MAX_CELLS}).")
-    return {part: tuple(sorted(holders[part], key=lambda device: device.id)) for part in sorted(holders)}
-
-
-def _fill_cells(
-    shape: tuple[int, ...], holders: dict[Part, tuple[Device, ...]], describe: Callable[[Part], str]
-) -> Cells:
-    """The parts in rows, the last split dim running along a row."""
-    split = [dim for dim in range(len(shape)) if len({part[dim] for part in holders}) > 1]
-    # A matrix that is split by rows alone is drawn as rows; a vector always lies down.
-    across = split[-1] if split and (split[-1] > 0 or len(shape) == 1) else None
-    rows: dict[object, list[Cell]] = {}
-    for part, devices in holders.items():
-        rest = tuple(r for dim, r in enumerate(part) if dim != across)
-        rows.setdefault(rest, []).append(Cell(devices, describe(part)))
-    return tuple(map(tuple, rows.values()))
-
-
-def _by_indices(shape: tuple[int, ...]) -> Callable[[Part], str]:
-    """Parts as ranges of global indices: `[0:2, :]`."""
-
-    def describe(part: Part) -> str:
-        pairs = zip(part, shape, strict=True)
-        return _bracketed(":" if piece == (0, size) else f"{piece[0]}:{piece[1]}" for piece, size in pairs)
-
-    return describe
-
-
-def _by_place(parts: list[Part]) -> Callable[[Part], str]:
-    """Parts by their place among all, for arrays of any size: `[1 of 2, :]`."""
-    if len(parts) == 1:
-        return lambda part: "whole"
-    ranges = [sorted(set(pieces)) for pieces in zip(*parts, strict=True)]
-
-    def describe(part: Part) -> str:
-        pairs = zip(part, ranges, strict=True)
-        return _bracketed(":" if len(all_) == 1 else f"{all_.index(piece) + 1} of {len(all_)}" for piece, all_ in pairs)
-
-    return describe
-
-
-def _bracketed(words: Iterable[str]) -> str:
-    return f"[{', '.join(words)}]"
+    return Grid(tuple(lines), first.spec, first.cells(by_place=not one_shape))
 
 
 def describe_names(ties: Iterable[tuple[str, ...]]) -> list[str]:

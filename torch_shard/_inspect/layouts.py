@@ -14,6 +14,9 @@ from torch_shard._common.validate import check_kind
 from torch_shard._plans import expert, fsdp, fsdp_tp, hsdp, pipeline, quietly, replicated, tp
 from torch_shard._sharding import ShardingPlan, check_mesh, make_mesh
 
+MICROBATCHES = 2
+"""Of the usual layouts that have stages."""
+
 Recipe = Callable[[torch.nn.Module, Mesh], ShardingPlan]
 """Makes a plan for a model on a mesh."""
 
@@ -26,7 +29,7 @@ class Layout:
         name: Of the plan.
         mesh: Its devices.
         plan: The plan, or the recipe that makes it.
-        batch_spec: How a batch is split; None for the leading dim over `batch`.
+        batch_spec: How a batch is split; None for what the plan says.
         is_usual: Whether it was not asked for as such, so that it may not fit the model.
         accumulate_steps: Number of microbatches.
     """
@@ -66,10 +69,18 @@ def _in_stages_tp(model: torch.nn.Module, mesh: Mesh) -> ShardingPlan:
     return pipeline(tp(model, mesh))
 
 
-_HYBRID = PartitionSpec(("replica", "batch"))
-
-MICROBATCHES = 2
-"""Of the usual layouts that have stages."""
+_AXES: Mapping[str, Mapping[str, int]] = {
+    "dp": {"batch": 0},
+    "fsdp": {"batch": 0},
+    "hsdp": {"replica": 2, "batch": 0},
+    "fsdp_tp": {"batch": 0, "model": 2},
+    "tp_sequence": {"batch": 2, "model": 0},
+    "context": {"batch": 2, "context": 0},
+    "expert": {"batch": 2, "model": 0},
+    "stage": {"batch": 0, "stage": 2},
+    "stage_tp": {"batch": 0, "stage": 2, "model": 2},
+}
+"""Sizes of the axes of each usual layout: of an odd number of devices 1 in place of 2; 0 is what is left of them."""
 
 USUAL: Mapping[str, Recipe] = {
     "dp": replicated,
@@ -84,21 +95,14 @@ USUAL: Mapping[str, Recipe] = {
 }
 
 
-def _usual_axes(name: str, num: int) -> dict[str, int]:
-    """Sizes of the axes of a usual layout on so many devices; of an even number, one of two axes has two."""
-    few = 2 if num % 2 == 0 else 1
-    if name in ("dp", "fsdp"):
-        return {"batch": num}
-    if name == "hsdp":
-        return {"replica": few, "batch": num // few}
-    if name == "fsdp_tp":
-        return {"batch": num // few, "model": few}
-    if name == "stage":
-        return {"batch": num // few, "stage": few}
-    if name == "stage_tp":
-        half = 2 if num // few % 2 == 0 else 1
-        return {"batch": num // few // half, "stage": few, "model": half}
-    return {"batch": few, "context" if name == "context" else "model": num // few}
+def _usual_mesh(name: str) -> Mesh:
+    """The mesh of a usual layout, of all devices."""
+    left, sizes = jax.device_count(), dict(_AXES[name])
+    for axis, size in sizes.items():
+        if size:
+            sizes[axis] = size if left % size == 0 else 1
+            left //= sizes[axis]
+    return make_mesh(None, topology=None, **{axis: size or left for axis, size in sizes.items()})
 
 
 def layouts_of(plans: PyTree, meshes: PyTree, batch_spec: PartitionSpec | None) -> list[Layout]:
@@ -107,7 +111,7 @@ def layouts_of(plans: PyTree, meshes: PyTree, batch_spec: PartitionSpec | None) 
     Args:
         plans: As `ts.prove` takes them.
         meshes: As `ts.prove` takes them.
-        batch_spec: For all of them; None for each one's own.
+        batch_spec: For all of them.
 
     Raises:
         TypeError: They are of the wrong kind.
@@ -117,21 +121,16 @@ def layouts_of(plans: PyTree, meshes: PyTree, batch_spec: PartitionSpec | None) 
     if meshes is None:
         if own := [name for name in chosen if chosen[name] is not USUAL.get(name)]:
             raise ValueError(f"{caller()}: give meshes=[...] for the plans {', '.join(own)}: where they are to lie.")
-        num = jax.device_count()
-        pairs = [(name, make_mesh(None, topology=None, **_usual_axes(name, num))) for name in chosen]
+        pairs = [(name, _usual_mesh(name)) for name in chosen]
     else:
         given = [meshes] if isinstance(meshes, Mesh) else meshes
         check_kind("meshes", given, Sequence)
         pairs = [(name, check_mesh(mesh)) for mesh in cast(Sequence[Mesh], given) for name in chosen]
-    layouts = list[Layout]()
-    for name, mesh in pairs:
-        num = MICROBATCHES if chosen[name] in (_in_stages, _in_stages_tp) else 1
-        layouts.append(Layout(name, mesh, chosen[name], _batch_spec(name, mesh, batch_spec), plans is None, num))
-    return layouts
-
-
-def _batch_spec(name: str, mesh: Mesh, given: PartitionSpec | None) -> PartitionSpec | None:
-    return _HYBRID if given is None and name == "hsdp" and "replica" in mesh.shape else given
+    in_parts = (_in_stages, _in_stages_tp)
+    return [
+        Layout(name, mesh, chosen[name], batch_spec, plans is None, MICROBATCHES if chosen[name] in in_parts else 1)
+        for name, mesh in pairs
+    ]
 
 
 def _plans(given: PyTree) -> Mapping[str, ShardingPlan | Recipe]:

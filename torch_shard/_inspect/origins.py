@@ -77,15 +77,6 @@ class ModuleValue:
     finite: bool
 
 
-@dataclasses.dataclass
-class _BadNode:
-    """A node of autograd that gave a gradient that is not finite."""
-
-    order: int
-    was_finite: bool
-    origin: Origin
-
-
 class Origins(TorchFunctionMode):
     """Follows values that are not finite through the calls of torch, and through their derivatives.
 
@@ -99,7 +90,8 @@ class Origins(TorchFunctionMode):
         self._modules = ModuleCalls(model, self._left)
         self._origins = WeakTensorKeyDictionary()
         self._places: dict[Any, Origin] = {}
-        self._bad: dict[Any, _BadNode] = {}
+        self._bad: dict[Any, tuple[Origin, bool]] = {}
+        """Nodes of autograd that gave a gradient that is not finite, in order; and whether what arrived was finite."""
         self._order, self._is_forward = 0, True
         self._params = dict(model.named_parameters())
         self._buffers = {id(buffer): buffer for buffer in model.buffers()}
@@ -113,19 +105,11 @@ class Origins(TorchFunctionMode):
                     self._origins[tensor] = Origin(kind, name, value)
 
     @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Follow the calls within."""
+    def active(self, *, forward: bool = True) -> Iterator[None]:
+        """Follow the calls within, or the derivatives: what a checkpoint computes again there is no new call."""
+        self._is_forward = forward
         with self._modules.active(), self:
             yield
-
-    @contextlib.contextmanager
-    def in_backward(self) -> Iterator[None]:
-        """Look at derivatives within; what a checkpoint computes again is no new call."""
-        self._is_forward = False
-        try:
-            yield
-        finally:
-            self._is_forward = True
 
     def of(self, tensor: torch.Tensor) -> Origin | None:
         """Where the values of a tensor that are not finite came from; None if all are finite."""
@@ -144,23 +128,15 @@ class Origins(TorchFunctionMode):
         wrong = {id(p) for p in self._params.values() if p.grad is not None and _what(p.grad) is not None}
         if not wrong:
             return None
-        behind: dict[Any, list[Any]] = {}
-        for node in self._bad:
-            for following, _ in node.next_functions:
-                behind.setdefault(following, []).append(node)
-        waiting = [node for node in behind if id(getattr(node, "variable", None)) in wrong]
-        seen, sources = set[Any](), list[_BadNode]()
-        while waiting:
-            node = waiting.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            before = behind.get(node, [])
-            waiting += before
-            if (bad := self._bad.get(node)) is not None and (bad.was_finite or not before):
-                sources.append(bad)
-        first = min(sources or self._bad.values(), key=lambda bad: bad.order, default=None)
-        return None if first is None else first.origin
+        reaching, fed = set[Any](), set[Any]()
+        for node in reversed(self._bad):  # gradients go from a node to those that follow it
+            following = [each for each, _ in node.next_functions]
+            fed.update(following)
+            if any(each in reaching or id(getattr(each, "variable", None)) in wrong for each in following):
+                reaching.add(node)
+        bad = list(self._bad.items())
+        sources = [origin for node, (origin, ok) in bad if node in reaching and (ok or node not in fed)]
+        return next(iter(sources or [origin for _, (origin, _) in bad]), None)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: PyTree = (), kwargs: PyTree = None
@@ -204,7 +180,7 @@ class Origins(TorchFunctionMode):
             self._origins[tensor] = call(value, None)
 
     def _call(self, name: str, given: list[torch.Tensor], value: str, cause: Origin | None) -> Origin:
-        shown = tuple(map(describe, given))
+        shown = tuple(map(_describe, given))
         return Origin("call", name, value, *self._place(), given=shown, order=self._order, cause=cause)
 
     def _place(self) -> tuple[str, str]:
@@ -236,68 +212,68 @@ class Origins(TorchFunctionMode):
             return
         was_finite = all(_what(cotangent) is None for cotangent in tensors_of(cotangents))
         saved = [(n.removeprefix("_saved_"), getattr(node, n, None)) for n in dir(node) if n.startswith("_saved_")]
-        given = [f"the gradient that arrives: {describe(t)}" for t in tensors_of(cotangents)]
-        given += [f"{name}: {describe(t)}" for name, t in saved if isinstance(t, torch.Tensor) and t.ndim]
+        given = [f"the gradient that arrives: {_describe(t)}" for t in tensors_of(cotangents)]
+        given += [f"{name}: {_describe(t)}" for name, t in saved if isinstance(t, torch.Tensor) and t.ndim]
         value = "NaN" if "NaN" in values else values[0]
         origin = dataclasses.replace(self._places[node], value=value, given=tuple(given), order=self._order)
         if not was_finite:
             origin.given = (*origin.given, "what arrives is a sum of gradients, or a hook has changed it")
-        self._bad[node] = _BadNode(self._order, was_finite, origin)
+        self._bad[node] = origin, was_finite
         self._order += 1
 
     def _left(self, name: str, kind: str, outputs: list[torch.Tensor]) -> None:
         if not self._is_forward or not outputs:
             return
-        self.forward.append((self._order, value_of(name, kind, outputs)))
+        self.forward.append((self._order, _value_of(name, kind, outputs)))
 
         def arrived(grad: torch.Tensor) -> None:
-            self.backward.append((self._order, value_of(name, kind, [grad])))
+            self.backward.append((self._order, _value_of(name, kind, [grad])))
 
         for tensor in outputs:
             if tensor.requires_grad:
                 tensor.register_hook(arrived)
 
 
-def value_of(name: str, kind: str, tensors: list[torch.Tensor]) -> ModuleValue:
-    """Look at what a module returned.
-
-    Args:
-        name: Of the module.
-        kind: Its class.
-        tensors: At least one.
-    """
+@contextlib.contextmanager
+def _unseen() -> Iterator[None]:
+    """Operators within are neither calls of the user's nor recorded for derivatives."""
     with torch.no_grad(), torch._C.DisableTorchFunction():
-        numbers = [numbers.abs() for t in tensors if (numbers := numbers_in(t)) is not None]
-        finite = [n.isfinite() for n in numbers]
-        largest = [float(torch.where(ok, n, 0).max()) for n, ok in zip(numbers, finite, strict=True)]
-        everywhere = all(bool(ok.all()) for ok in finite)
-        shape = () if tensors[0].is_nested else tuple(tensors[0].shape)
+        yield
+
+
+@_unseen()
+def _value_of(name: str, kind: str, tensors: list[torch.Tensor]) -> ModuleValue:
+    """Look at what a module returned, one tensor or more."""
+    numbers = [numbers.abs() for t in tensors if (numbers := numbers_in(t)) is not None]
+    finite = [n.isfinite() for n in numbers]
+    largest = [float(torch.where(ok, n, 0).max()) for n, ok in zip(numbers, finite, strict=True)]
+    shape = () if tensors[0].is_nested else tuple(tensors[0].shape)
+    everywhere = all(bool(ok.all()) for ok in finite)
     return ModuleValue(name, kind, shape, tensors[0].dtype, max(largest, default=0.0), everywhere)
 
 
-def describe(tensor: torch.Tensor) -> str:
+@_unseen()
+def _describe(tensor: torch.Tensor) -> str:
     """A tensor in a few words: shape, dtype, and from where to where its entries go."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    with torch.no_grad(), torch._C.DisableTorchFunction():
-        numbers = numbers_in(tensor)
-        if numbers is None or numbers.is_complex():
-            return f"{tuple(tensor.shape)} {dtype}"
-        finite = numbers[numbers.isfinite()]
-        some = f" from {float(finite.min()):.4g} to {float(finite.max()):.4g}" if finite.numel() else ""
-        wrong = numbers.numel() - finite.numel()
-        rest = f", {wrong} of {numbers.numel()} entries not finite" if wrong else ""
-    return f"{tuple(tensor.shape)} {dtype}{some}{rest}"
+    said, numbers = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}", numbers_in(tensor)
+    if numbers is None or numbers.is_complex():
+        return said
+    finite = numbers[numbers.isfinite()]
+    if finite.numel():
+        said += f" from {float(finite.min()):.4g} to {float(finite.max()):.4g}"
+    wrong = numbers.numel() - finite.numel()
+    return said + (f", {wrong} of {numbers.numel()} entries not finite" if wrong else "")
 
 
+@_unseen()
 def _what(tensor: torch.Tensor) -> str | None:
     """The worst that is in a tensor; None if all is finite."""
-    with torch.no_grad(), torch._C.DisableTorchFunction():
-        numbers = numbers_in(tensor)
-        if numbers is None or bool(numbers.isfinite().all()):
-            return None
-        if bool(numbers.isnan().any()):
-            return "NaN"
-        return "infinity" if numbers.is_complex() or bool((numbers == math.inf).any()) else "minus infinity"
+    numbers = numbers_in(tensor)
+    if numbers is None or bool(numbers.isfinite().all()):
+        return None
+    if bool(numbers.isnan().any()):
+        return "NaN"
+    return "infinity" if numbers.is_complex() or bool((numbers == math.inf).any()) else "minus infinity"
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -1,149 +1,65 @@
-"""Grids of devices as SVG or PNG."""
+"""Grids of devices as an SVG."""
 
-import dataclasses
-import functools
-import io
 import re
 from collections.abc import Iterable
 
-from matplotlib import rc_context
-from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
-from matplotlib.patches import FancyBboxPatch
-from matplotlib.textpath import text_to_path
-
+from torch_shard._common.svg import MARGIN, Picture, width_of
 from torch_shard._inspect.grid import Grid
 
-# Lengths are in inches, and y runs down the page.
-LINE, CELL_HEIGHT, GAP, PADDING = 0.2, 0.6, 0.05, 0.12
+# In pixels; y runs down the page.
+LINE, CELL_HEIGHT, GAP, PADDING, SPACE = 20.0, 56.0, 4.0, 12.0, 40.0
 
-MARGIN, SPACE = 0.25, 0.4  # around the page, between panels
-
-MIN_CELL_WIDTH, MAX_WIDTH = 0.9, 12.0  # panels stand side by side up to that width
+MIN_CELL_WIDTH, MAX_WIDTH = 88.0, 1150.0  # panels stand side by side up to that width
 
 MAX_LETTERS = 90  # of a line of names
 
-DPI = 150
+HEADING, NAME, PLAIN, PART = 15.0, 13.0, 12.0, 11.0
+"""Sizes of letters."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Style:
-    """A style of text: its size in points, weight and colour."""
-
-    size: float
-    weight: str
-    color: str
-
-    def measure(self, text: str) -> float:
-        """Width in inches, and a tenth more, as who views an SVG may lack the font."""
-        font = FontProperties(size=self.size, weight=self.weight)
-        return 1.1 * text_to_path.get_text_width_height_descent(text, font, ismath=False)[0] / 72
-
-
-HEADING, NAME = Style(12, "bold", "#1f2328"), Style(10, "bold", "#1f2328")
-
-PLAIN, OWNER, PART = Style(9, "normal", "#59636e"), Style(9, "bold", "white"), Style(8, "normal", "white")
-
-
-class Page:
-    """A figure to be filled with text and boxes, as large as what is on it."""
-
-    def __init__(self) -> None:
-        # Not pyplot, which would look for a screen.
-        self.figure = Figure(facecolor="white")
-        self.axes = self.figure.add_axes((0.0, 0.0, 1.0, 1.0))
-        self.axes.axis("off")
-        self.width = self.height = 0.0
-
-    def write(self, text: str, style: Style, x: float, y: float, *, centred: bool = False) -> None:
-        """Set a line of text whose middle is at `y`."""
-        self.axes.text(
-            x, y, text, ha="center" if centred else "left", va="center", parse_math=False, **dataclasses.asdict(style)
-        )
-        self._reach(x + (0 if centred else style.measure(text)), y + LINE / 2)
-
-    def fill(self, x: float, y: float, width: float, height: float, *, color: str) -> None:
-        """Fill a box with rounded corners."""
-        box = FancyBboxPatch(
-            (x, y), width, height, boxstyle="round,pad=0,rounding_size=0.05", facecolor=color, edgecolor="none"
-        )
-        self.axes.add_patch(box)
-        self._reach(x + width, y + height)
-
-    def _reach(self, x: float, y: float) -> None:
-        self.width, self.height = max(self.width, x), max(self.height, y)
-
-    def render(self, file_format: str) -> bytes:
-        """The page as a file, the same each time; text in an SVG is text."""
-        width, height = self.width + MARGIN, self.height + MARGIN
-        self.figure.set_size_inches(width, height)
-        self.axes.set(xlim=(0, width), ylim=(height, 0))
-        file, metadata = io.BytesIO(), {"Date": None} if file_format == "svg" else {}
-        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "torch_shard"}):
-            self.figure.savefig(file, format=file_format, dpi=DPI, metadata=metadata)
-        return file.getvalue()
-
-
-class Panel:
-    """One grid and what is said above it."""
-
-    def __init__(self, grid: Grid) -> None:
-        self.grid = grid
-        self.names = [(line, kind) for names, kind in grid.lines for line, kind in _wrap(names, kind)]
-        cells = [cell for row in grid.rows for cell in row]
-        widest = max(max(OWNER.measure(cell.owner), PART.measure(cell.part)) for cell in cells)
-        self.cell_width = max(MIN_CELL_WIDTH, widest + 2 * PADDING)
-
-    @functools.cached_property
-    def kind_x(self) -> float:
-        """Horizontal place where shapes and dtypes begin."""
-        return max(NAME.measure(name) for name, _ in self.names) + PADDING * any(name for name, _ in self.names)
-
-    @property
-    def width(self) -> float:
-        """Width of the whole."""
-        kinds = (self.kind_x + PLAIN.measure(kind) for _, kind in self.names)
-        return max(*kinds, PLAIN.measure(self.grid.spec), self.cell_width * max(map(len, self.grid.rows)))
-
-    def draw(self, page: Page, x: float, y: float) -> None:
-        """Put it on a page, its upper left corner at `x`, `y`."""
-        for name, kind in self.names:
-            page.write(name, NAME, x, y + LINE / 2)
-            page.write(kind, PLAIN, x + self.kind_x, y + LINE / 2)
-            y += LINE
-        if self.grid.spec:
-            page.write(self.grid.spec, PLAIN, x, y + LINE / 2)
-            y += LINE
-        self._draw_cells(page, x, y + GAP)
-
-    def _draw_cells(self, page: Page, x: float, y: float) -> None:
-        for i, row in enumerate(self.grid.coloured_rows):
-            for j, (cell, colour) in enumerate(row):
-                left, top = x + j * self.cell_width, y + i * CELL_HEIGHT
-                page.fill(left, top, self.cell_width - GAP, CELL_HEIGHT - GAP, color=colour)
-                middle = left + (self.cell_width - GAP) / 2
-                page.write(cell.owner, OWNER, middle, top + 0.19, centred=True)
-                page.write(cell.part, PART, middle, top + 0.38, centred=True)
-
-
-def paint(heading: str, grids: Iterable[Grid], file_format: str) -> bytes:
+def paint(heading: str, grids: Iterable[Grid]) -> str:
     """Paint grids as panels, side by side as far as they fit.
 
     Args:
         heading: Above all; may be empty.
         grids: In their order.
-        file_format: `svg` or `png`.
     """
-    page, x, y = Page(), MARGIN, MARGIN
+    picture, x, y = Picture(), MARGIN, MARGIN
     if heading:
-        page.write(heading, HEADING, x, y + LINE / 2)
+        picture.text(heading, x, y + LINE / 2, size=HEADING, style="text bold")
         y += 2 * LINE
-    for panel in map(Panel, grids):
-        if x > MARGIN and x + panel.width > MAX_WIDTH:
-            x, y = MARGIN, page.height + SPACE
-        panel.draw(page, x, y)
-        x += panel.width + SPACE
-    return page.render(file_format)
+    for grid in grids:
+        lines = [line for names, kind in grid.lines for line in _wrap(names, kind)]
+        kinds_at = max(width_of(name, NAME) for name, _ in lines) + PADDING * any(name for name, _ in lines)
+        widest = max(max(width_of(cell.owner, PLAIN), width_of(cell.part, PART)) for row in grid.rows for cell in row)
+        cell_width = max(MIN_CELL_WIDTH, widest + 2 * PADDING)
+        above = max(width_of(grid.spec, PLAIN), *(kinds_at + width_of(kind, PLAIN) for _, kind in lines))
+        width = max(above, cell_width * max(map(len, grid.rows)))
+        if x > MARGIN and x + width > MAX_WIDTH:
+            x, y = MARGIN, picture.height + SPACE
+        below = _names(picture, x, y, [*lines, ("", grid.spec)] if grid.spec else lines, kinds_at)
+        _cells(picture, x, below + GAP, grid, cell_width)
+        x += width + SPACE
+    return str(picture)
+
+
+def _names(picture: Picture, x: float, y: float, lines: list[tuple[str, str]], kinds_at: float) -> float:
+    """Write names with what they are, and the spec; give where the next line would be."""
+    for name, kind in lines:
+        picture.text(name, x, y + LINE / 2, size=NAME, style="text bold")
+        picture.text(kind, x + (kinds_at if name else 0), y + LINE / 2, size=PLAIN, style="faint")
+        y += LINE
+    return y
+
+
+def _cells(picture: Picture, x: float, y: float, grid: Grid, cell_width: float) -> None:
+    for i, row in enumerate(grid.rows):
+        for j, cell in enumerate(row):
+            left, top = x + j * cell_width, y + i * CELL_HEIGHT
+            picture.box(left, top, cell_width - GAP, CELL_HEIGHT - GAP, fill=cell.colour)
+            middle = left + (cell_width - GAP) / 2
+            picture.text(cell.owner, middle, top + 18, size=PLAIN, style="white bold", anchor="middle")
+            picture.text(cell.part, middle, top + 35, size=PART, style="white", anchor="middle")
 
 
 def _wrap(names: str, kind: str) -> list[tuple[str, str]]:

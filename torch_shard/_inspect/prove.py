@@ -1,8 +1,6 @@
 """Every way to lay a model over devices, proved against eager torch in one call."""
 
-import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,114 +9,25 @@ import optax
 import torch
 from jax.sharding import Mesh, PartitionSpec
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as torch_pytree
 
 from torch_shard._common.caller import public
 from torch_shard._common.dtypes import has_x64
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_call, check_count
+from torch_shard._common.validate import check_count
 from torch_shard._common.wrappers import check_module
 from torch_shard._inspect.layouts import Layout, Recipe, layouts_of
 from torch_shard._inspect.proofs import Proof, Proofs
-from torch_shard._inspect.side_by_side import MakeOptimizer, keeping_gradients, train_in_torch, train_on_mesh
+from torch_shard._inspect.training import Run, Training, check_optimizers
 from torch_shard._loss import check_loss_fn
-from torch_shard._optim import adamw, check_optimizer
+from torch_shard._optim import adamw
 from torch_shard._sharding import LossFn, ShardingPlan, describe_mesh, make_mesh
-from torch_shard._train import (
-    ROUNDING,
-    Comparison,
-    TrainStep,
-    Values,
-    difference_of,
-    eager_loss,
-    like_model,
-    make_train_step,
-)
-
-logger = logging.getLogger(__name__)
+from torch_shard._train import ROUNDING, Comparison, Replay, Values, differences, repeated_in_float64
 
 EXACT = {torch.float32: 1e-5, torch.float64: 1e-10}
 """Of the largest entry: sums of some thousand terms in another order, through some layers and steps."""
 
 _ADAMW = {"lr": 1e-3, "eps": 1e-5}
 """Adam divides a gradient by its size: with torch's eps of 1e-8, one that is only rounding becomes a whole step."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Training:
-    """What is trained, the same for all layouts."""
-
-    model: torch.nn.Module
-    loss_fn: LossFn
-    batches: Sequence[PyTree]
-    optimizer: optax.GradientTransformation
-    torch_optimizer: MakeOptimizer
-    compute_dtype: torch.dtype | None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The one that rounds most."""
-        at_work = {p.dtype for p in self.model.parameters() if p.is_floating_point()} | {self.compute_dtype}
-        return max((d for d in at_work if d is not None), key=lambda d: torch.finfo(d).eps, default=torch.float32)
-
-    def step_on(
-        self, mesh: Mesh, plan: ShardingPlan, batch_spec: PartitionSpec | None = None, accumulate_steps: int = 1
-    ) -> TrainStep:
-        """A step for it."""
-        options: dict[str, Any] = {"batch_spec": batch_spec, "compute_dtype": self.compute_dtype}
-        options |= {"accumulate_steps": accumulate_steps}
-        optimizer = keeping_gradients(self.optimizer)
-        return make_train_step(self.model, self.loss_fn, optimizer, mesh=mesh, plan=plan, **options)
-
-    @functools.cached_property
-    def alone(self) -> TrainStep:
-        """A step on one device."""
-        mesh = make_mesh(jax.local_devices()[:1], topology=None, batch=1)
-        return self.step_on(mesh, ShardingPlan({}, default=PartitionSpec()), PartitionSpec())
-
-    def reference(self, *, in_torch: bool) -> list[Values]:
-        """The training by eager torch, or by one device."""
-        if in_torch:
-            return train_in_torch(self.alone, self.batches, self.torch_optimizer)
-        return train_on_mesh(self.alone, self.batches)
-
-    def in_parts(self, step: TrainStep) -> list[Values]:
-        """The training by eager torch in the microbatches of a step, which takes the same rows together."""
-        return train_in_torch(step, self.batches, self.torch_optimizer)
-
-    def copied(self) -> torch.nn.Module:
-        """A copy of the model on the CPU."""
-        return like_model(self.alone.export(self.alone.init()), self.model)
-
-    @functools.cached_property
-    def is_float32_in_part(self) -> bool:
-        """Whether a loss in float64 computes some of it in float32 itself, as the norms of transformers do."""
-        if self.dtype != torch.float64:
-            return False
-        model = self.copied()
-        with _Narrow() as found, torch.no_grad(), torch.random.fork_rng(devices=[]):
-            eager_loss(self.alone, model, self.batches[0])
-        return found.is_narrow
-
-    @property
-    def tolerance(self) -> float:
-        """How far values may be apart, of the largest entry."""
-        dtype = torch.float32 if self.is_float32_in_part else self.dtype
-        return EXACT.get(dtype, ROUNDING.get(dtype, 1e-4))
-
-    @property
-    def label(self) -> str:
-        """In what it computes, in words."""
-        return "float64, in part float32" if self.is_float32_in_part else str(self.dtype).removeprefix("torch.")
-
-    def in_float64(self) -> "_Training":
-        """The same with a copy of the model and the batches in float64, for where 64 bits are enabled."""
-
-        def widened(leaf: PyTree) -> PyTree:
-            return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf
-
-        batches = [torch_pytree.tree_map(widened, batch) for batch in self.batches]
-        return dataclasses.replace(self, model=self.copied().double(), batches=batches)
 
 
 class _Narrow(TorchFunctionMode):
@@ -200,80 +109,80 @@ def prove(
             f"prove: {meta[0]} is on the meta device. A proof needs values: build a small model on the CPU, with "
             "random ones."
         )
-    if (optimizer is None) != (torch_optimizer is None):
-        raise ValueError("prove: give optimizer and torch_optimizer both, for the same rule, or neither.")
-    if optimizer is not None:
-        check_optimizer(optimizer)
-        check_call("torch_optimizer", torch_optimizer, "params", hint="functools.partial(torch.optim.SGD, lr=0.1).")
-    rules = (optimizer or adamw(**_ADAMW), torch_optimizer or functools.partial(torch.optim.AdamW, **_ADAMW))
-    training = _Training(model, loss_fn, [batch] * steps, *rules, compute_dtype)
+    default = adamw(**_ADAMW), functools.partial(torch.optim.AdamW, **_ADAMW)
+    optimizers = check_optimizers(optimizer, torch_optimizer, default)
+    training = Training(model, loss_fn, [batch] * steps, optimizers, compute_dtype)
     layouts = layouts_of(plans, meshes, batch_spec)
     with jax.enable_x64(training.dtype == torch.float64 or has_x64()):
-        rows, is_random = _proved(training, layouts)
+        runs = _runs(training, layouts)
+        rows = _rows(layouts, runs)
+    is_random = any(run.step.draws_random for run in runs if isinstance(run, Run))
     again = [at for at, row in enumerate(rows) if not row.holds and not row.refused]
     if again and not is_random and training.dtype == torch.float32:
-        exact = _in_float64(training, [layouts[at] for at in again])
-        for at, row in zip(again, exact, strict=False):  # none, if the loss cannot be repeated
+        wide = next(run for run in runs if isinstance(run, Run)).in_float64
+        chosen = [layouts[at] for at in again]
+        exact = repeated_in_float64(wide, lambda wide: _rows(chosen, _runs(wide, chosen)))
+        for at, row in zip(again, exact or (), strict=False):
             rows[at] = row
     return Proofs(tuple(rows), "one device" if is_random else "eager torch", steps)
 
 
-def _proved(training: _Training, layouts: Sequence[Layout]) -> tuple[list[Proof], bool]:
-    """The layouts, and whether random numbers were drawn."""
-    runs = [_run(training, layout) for layout in layouts]
-    errors = [run for run in runs if not isinstance(run, _Run)]
-    if len(errors) == len(layouts):
+def _runs(training: Training, layouts: Sequence[Layout]) -> list[Run | Exception]:
+    """Train under each layout, or say why it does not fit.
+
+    Raises:
+        ValueError: None fits, or another error of the first.
+    """
+    runs = list[Run | Exception]()
+    for layout in layouts:
+        try:
+            plan = layout.plan_for(training.model)
+            runs.append(training.on(layout.mesh, plan, layout.batch_spec, layout.accumulate_steps))
+        except (ValueError, NotImplementedError) as error:
+            runs.append(error)
+    errors = [run for run in runs if isinstance(run, Exception)]
+    if len(errors) == len(runs):
         raise errors[0]
-    is_random = any(isinstance(run, _Run) and run.is_random for run in runs)
-    whole = training.reference(in_torch=not is_random)
-    about = training.tolerance, training.label, "one device" if is_random else "eager torch"
-    rows = list[Proof]()
+    return runs
+
+
+def _rows(layouts: Sequence[Layout], runs: Sequence[Run | Exception]) -> list[Proof]:
+    """A row of the table for each layout, beside eager torch, or beside one device where random numbers are drawn."""
+    fitting = [run for run in runs if isinstance(run, Run)]
+    is_random = any(run.step.draws_random for run in fitting)
+    tolerance, label = _limits(fitting[0])
+    references, rows = dict[int, list[Values]](), list[Proof]()
     for layout, run in zip(layouts, runs, strict=True):
-        in_parts = run.step if isinstance(run, _Run) and layout.accumulate_steps > 1 else None
-        rows.append(_row(layout, run, whole if in_parts is None else training.in_parts(in_parts), about))
-    return rows, is_random
+        mesh, parts = describe_mesh(layout.mesh), layout.accumulate_steps
+        if isinstance(run, Exception):
+            said = " ".join(str(run).split())
+            rows.append(Proof(layout.name, mesh, "", None, said, need_not_fit=layout.is_usual))
+            continue
+        if parts not in references:
+            references[parts] = _alone(run.training, parts) if is_random else run.in_torch()
+        found = sorted(differences(references[parts], None, run.values), key=lambda row: -row.worst)
+        losses = tuple(float(values["loss", "loss"]) for values in references[parts])
+        against = "one device" if is_random else "eager torch"
+        rows.append(
+            Proof(layout.name, mesh, label, Comparison(tuple(found), against, f"mesh {mesh}", tolerance, losses))
+        )
+    return rows
 
 
-def _row(layout: Layout, run: "_Run | Exception", reference: list[Values], about: tuple[float, str, str]) -> Proof:
-    """A row of the table; about is the tolerance, in what was computed, and what the reference is."""
-    name, mesh, (tolerance, dtype, against) = layout.name, describe_mesh(layout.mesh), about
-    if not isinstance(run, _Run):
-        return Proof(name, mesh, "", None, " ".join(str(run).split()), need_not_fit=layout.is_usual)
-    rows = [difference_of(key, reference, None, run.values) for key in {**reference[-1], **run.values[-1]}]
-    losses = tuple(float(values["loss", "loss"]) for values in reference)
-    rows = tuple(sorted(rows, key=lambda row: -row.worst))
-    return Proof(name, mesh, dtype, Comparison(rows, against, f"mesh {mesh}", tolerance, losses))
+def _alone(training: Training, accumulate_steps: int) -> list[Values]:
+    """The training on one device."""
+    mesh = make_mesh(jax.local_devices()[:1], topology=None, batch=1)
+    return training.on(mesh, ShardingPlan({}, default=PartitionSpec()), PartitionSpec(), accumulate_steps).values
 
 
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """What training under a layout gave, and the step."""
-
-    values: list[Values]
-    step: TrainStep
-
-    @property
-    def is_random(self) -> bool:
-        """Whether it drew random numbers."""
-        return self.step.draws_random
-
-
-def _run(training: _Training, layout: Layout) -> _Run | Exception:
-    """Train under a layout; why it does not fit, if it does not."""
-    try:
-        plan = layout.plan_for(training.model)
-        step = training.step_on(layout.mesh, plan, layout.batch_spec, layout.accumulate_steps)
-        return _Run(train_on_mesh(step, training.batches), step)
-    except (ValueError, NotImplementedError) as error:
-        return error
-
-
-def _in_float64(training: _Training, layouts: Sequence[Layout]) -> list[Proof]:
-    """The same in float64; none if the loss cannot be repeated."""
-    try:
-        wide = training.in_float64()
-        with jax.enable_x64(True):
-            return _proved(wide, layouts)[0]
-    except Exception:
-        logger.info("prove: the loss cannot be repeated in float64.", exc_info=True)
-        return []
+def _limits(run: Run) -> tuple[float, str]:
+    """How far values may be apart, of the largest entry, and in what they were computed, in words."""
+    dtype = run.training.dtype
+    if dtype == torch.float64:
+        state = run.step.init()
+        part = next(iter(Replay(run.step, state, run.step.put(run.training.batches[0]))))
+        with _Narrow() as found, torch.no_grad():
+            part.forward()
+        if found.is_narrow:
+            return EXACT[torch.float32], "float64, in part float32"
+    return EXACT.get(dtype, ROUNDING.get(dtype, 1e-4)), str(dtype).removeprefix("torch.")

@@ -1,14 +1,24 @@
 """The compiled step: programs, batches on the mesh, the update, the proof against eager torch."""
 
 from torch_shard._train.apply_step import ApplyFn, ApplyStep
-from torch_shard._train.comparison import ROUNDING, Comparison, Difference, Values, array_of, difference_of, numbers_of
-from torch_shard._train.eager_reference import eager_gradients, eager_loss, host_batch, in_float64, like_model
+from torch_shard._train.comparison import (
+    ROUNDING,
+    Comparison,
+    Difference,
+    Values,
+    array_of,
+    differences,
+    in_float64,
+    numbers_of,
+    precision_of,
+    repeated_in_float64,
+    told_apart,
+)
 from torch_shard._train.eval_step import EvalStep
 from torch_shard._train.make import make_apply, make_eval_step, make_train_step
 from torch_shard._train.options import StepOptions
 from torch_shard._train.placing import HostBatch, ShardedBatch
-from torch_shard._train.prove import together
-from torch_shard._train.replay import ModuleCalls, Replay, numbers_in, tensors_of
+from torch_shard._train.replay import ModuleCalls, Replay, cpu_model, numbers_in, tensors_of
 from torch_shard._train.step import Step
 from torch_shard._train.train_step import TrainStep
 
@@ -28,17 +38,16 @@ __all__ = [
     "TrainStep",
     "Values",
     "array_of",
-    "difference_of",
-    "eager_gradients",
-    "eager_loss",
-    "host_batch",
+    "cpu_model",
+    "differences",
     "in_float64",
-    "like_model",
     "make_apply",
     "make_eval_step",
     "make_train_step",
     "numbers_in",
     "numbers_of",
+    "precision_of",
+    "repeated_in_float64",
     "tensors_of",
-    "together",
+    "told_apart",
 ]

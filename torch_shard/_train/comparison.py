@@ -4,14 +4,17 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import dataclasses
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
 import torch
 from jax.typing import ArrayLike
 from rich.table import Table
+from torch.utils import _pytree as torch_pytree
 
 from torch_shard._common.caller import error_prefix
 from torch_shard._common.convert import host_array
@@ -19,6 +22,12 @@ from torch_shard._common.printed import InNotebooks, printed
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_number
 from torch_shard._device import to_cpu
+
+logger = logging.getLogger(__name__)
+
+_S = TypeVar("_S")
+
+_T = TypeVar("_T")
 
 MAX_ROWS = 30
 
@@ -147,25 +156,75 @@ def numbers_of(loss: ArrayLike | torch.Tensor, metrics: Mapping[str, PyTree]) ->
     return {key: array_of(value) for key, value in found.items()}
 
 
-def difference_of(
-    key: tuple[str, str], reference: Sequence[Values], one: Sequence[Values] | None, mesh: Sequence[Values]
-) -> Difference:
-    """The worst of all steps.
+def differences(reference: Sequence[Values], one: Sequence[Values] | None, mesh: Sequence[Values]) -> list[Difference]:
+    """Each value beside its reference; of several steps the worst.
 
     Args:
-        key: Kind and name of the value.
         reference: At each step.
         one: On one device; None where that is the reference.
         mesh: On the mesh.
     """
-    kind, name = key
-    return Difference(
-        kind=kind,
-        name=name,
-        size=max(_largest(values.get(key, np.zeros(0))) for values in reference),
-        one_device=None if one is None else max(_apart(key, r, v) for r, v in zip(reference, one, strict=True)),
-        mesh=max(_apart(key, r, v) for r, v in zip(reference, mesh, strict=True)),
-    )
+
+    def apart(key: tuple[str, str], found: Sequence[Values]) -> float:
+        return max(_apart(key, r, v) for r, v in zip(reference, found, strict=True))
+
+    return [
+        Difference(
+            *key,
+            size=max(_largest(values.get(key, np.zeros(0))) for values in reference),
+            one_device=None if one is None else apart(key, one),
+            mesh=apart(key, mesh),
+        )
+        for key in {**reference[-1], **mesh[-1]}
+    ]
+
+
+def precision_of(model: torch.nn.Module, compute_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype at work that rounds most."""
+    at_work = {p.dtype for p in model.parameters() if p.is_floating_point()} | {compute_dtype}
+    return max((d for d in at_work if d is not None), key=lambda d: torch.finfo(d).eps, default=torch.float32)
+
+
+def told_apart(
+    rows: list[Difference], tolerance: float, widen: Callable[[], _S], compare: Callable[[_S], Sequence[Difference]]
+) -> list[Difference]:
+    """The rows, with what their differences are in float64 if some are large: rounding shrinks there, and errors stay.
+
+    Args:
+        rows: In float32.
+        tolerance: Larger ones are large.
+        widen: As `repeated_in_float64` takes it.
+        compare: Gives the rows.
+    """
+    if all(row.worst <= tolerance for row in rows):
+        return rows
+    exact = {(row.kind, row.name): row.mesh for row in repeated_in_float64(widen, compare) or ()}
+    return [dataclasses.replace(row, in_float64=exact.get((row.kind, row.name))) for row in rows]
+
+
+def repeated_in_float64(widen: Callable[[], _S], repeat: Callable[[_S], _T]) -> _T | None:
+    """What something gives in float64; None if the loss cannot be computed so.
+
+    Args:
+        widen: Gives the model and the batches, in torch, before 64 bits are enabled.
+        repeat: Is given them where 64 bits are enabled.
+    """
+    try:
+        wide = widen()
+        with jax.enable_x64(True):
+            return repeat(wide)
+    except Exception:
+        logger.info("The loss cannot be repeated in float64.", exc_info=True)
+        return None
+
+
+def in_float64(batch: PyTree) -> PyTree:
+    """A batch with tensors of float64 in place of those of float32."""
+
+    def widened(leaf: PyTree) -> PyTree:
+        return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf
+
+    return torch_pytree.tree_map(widened, batch)
 
 
 def _apart(key: tuple[str, str], reference: Values, found: Values) -> float:

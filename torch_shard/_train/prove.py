@@ -7,7 +7,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import jax
@@ -30,12 +30,14 @@ from torch_shard._train.comparison import (
     Difference,
     Values,
     array_of,
-    difference_of,
+    differences,
+    in_float64,
     numbers_of,
+    precision_of,
+    told_apart,
 )
-from torch_shard._train.eager_reference import eager_gradients, host_batch, in_float64, like_model
 from torch_shard._train.placing import ShardedBatch
-from torch_shard._train.replay import Replay
+from torch_shard._train.replay import Replay, cpu_model, host_batch
 from torch_shard._train.step import Step
 
 if TYPE_CHECKING:
@@ -81,22 +83,23 @@ class GradientStep(Step):
         """How many random operators a run of the loss has; None if torch cannot draw the same."""
         return self.programs[-1].num_draws
 
-    def microbatches(self, placed: ShardedBatch) -> list[PyTree]:
-        """The batch, or the microbatches of it, with CPU tensors as torch has them."""
+    def on_host(self, placed: ShardedBatch) -> list[torch.Tensor]:
+        """The leaves of the whole batch on the CPU as torch has them; every process must ask for them."""
         arrays = jax.jit(lambda arrays: arrays, out_shardings=self.replicated)(placed.arrays)
-        parts = self._microbatches.on_host(host_batch(arrays, placed))
-        return [placed.signature.rebuild(tensors) for tensors in parts]
+        return host_batch(arrays, placed)
+
+    def microbatches(self, placed: ShardedBatch) -> list[PyTree]:
+        """The batch, or the microbatches of it, with CPU tensors."""
+        return [placed.signature.rebuild(part) for part in self._microbatches.on_host(self.on_host(placed))]
 
 
 def prove(step: "TrainStep", state: TrainState, batch: PyTree, skip_grad_norm: float | None) -> Comparison:
     """Compare one step with eager torch; see `TrainStep.prove`."""
     placed = batch if isinstance(batch, ShardedBatch) else step.put(batch)
-    rows = _rows(step, state, placed)
-    dtypes = {p.dtype for p in step.model.parameters()} | {step.options.compute_dtype or torch.float32}
-    tolerance = max(ROUNDING.get(dtype, 1e-4) for dtype in dtypes)
-    if any(not row.worst <= tolerance for row in rows) and dtypes == {torch.float32}:
-        exact = in_float64(step, like_model(step.export(state), step.model), [placed], functools.partial(_again, step))
-        rows = [dataclasses.replace(row, in_float64=exact.get((row.kind, row.name))) for row in rows]
+    rows, dtype = _rows(step, state, placed), precision_of(step.model, step.options.compute_dtype)
+    tolerance = ROUNDING.get(dtype, 1e-4)
+    if dtype == torch.float32:
+        rows = told_apart(rows, tolerance, lambda: _wide(step, state, placed), functools.partial(_again, step))
     rows += _updates(step, state, placed, skip_grad_norm)
     drawn = bool(step.gradient_step.num_draws)
     return Comparison(
@@ -112,44 +115,34 @@ def _rows(step: "TrainStep", state: TrainState, placed: ShardedBatch) -> list[Di
     """Loss, metrics, gradients and buffers."""
     with _precision():
         out = step.gradient_step(state, placed)
-    found = numbers_of(out["loss"], out["metrics"])
-    found |= {("gradient", name): array_of(grad) for name, grad in out["grads"].items()}
-    found |= {("buffer", name): array_of(buffer) for name, buffer in {**out["buffers"], **out["written"]}.items()}
-    wanted = _in_torch(step, state, placed, out)
-    return [difference_of(key, [wanted], None, [found]) for key in {**wanted, **found}]
-
-
-def _again(step: "TrainStep", model: torch.nn.Module, batches: list[PyTree]) -> list[Difference]:
-    whole = dataclasses.replace(step.options, local_batches=False)
-    wide = type(step)(model, step.loss_fn, optax.identity(), whole)  # whose gradients alone are looked at
-    return _rows(wide, wide.init(), wide.put(batches[0]))
-
-
-def _in_torch(step: "TrainStep", state: TrainState, placed: ShardedBatch, out: dict[str, PyTree]) -> Values:
-    """The same by eager torch."""
     if step.gradient_step.num_draws is None:
         raise NotImplementedError(
             "TrainStep.prove: PyTorch decomposes a random operator of this loss, so that eager torch cannot draw the "
             "numbers of the step. Prove it without dropout (model.eval()), or use compare_with_torch, which compares "
             "one device with the mesh."
         )
+    buffers = {**out["buffers"], **out["written"]}
+    found = numbers_of(out["loss"], out["metrics"]) | _named("gradient", out["grads"]) | _named("buffer", buffers)
     replay = Replay(step, state, placed)
-    losses, metrics = list[torch.Tensor](), list[PyTree]()
-    for run in replay:
-        loss, found = run.forward()
-        run.backward(loss)
-        losses.append(loss.detach())
-        metrics.append(found)
-    model, own = replay.model, metrics[0] if len(replay) == 1 else jax.tree.map(together, *metrics)
-    wanted = numbers_of(torch.stack(losses).mean(), own) | eager_gradients(model, out["grads"])
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return wanted | {("buffer", name): array_of(held[name]) for name in (*out["buffers"], *out["written"])}
+    wanted = replay.run(out["grads"])
+    held = {**dict(replay.model.named_parameters()), **dict(replay.model.named_buffers())}
+    return differences([wanted | _named("buffer", {name: held[name] for name in buffers})], None, [found])
 
 
-def together(*values: PyTree) -> torch.Tensor:
-    """A metric of the microbatches as the step gives it."""
-    stacked = torch.stack([torch.as_tensor(value) for value in values])
-    return stacked.mean(0) if stacked.ndim == 1 and stacked.is_floating_point() else stacked
+def _named(kind: str, values: Mapping[str, jax.Array | torch.Tensor]) -> Values:
+    return {(kind, name): array_of(value) for name, value in values.items()}
+
+
+def _wide(step: "TrainStep", state: TrainState, placed: ShardedBatch) -> tuple[torch.nn.Module, PyTree]:
+    """The model with a state, and the batch, in float64 on the CPU."""
+    batch = placed.signature.rebuild(step.gradient_step.on_host(placed))
+    return cpu_model(step, state).double(), in_float64(batch)
+
+
+def _again(step: "TrainStep", wide: tuple[torch.nn.Module, PyTree]) -> list[Difference]:
+    (model, batch), whole = wide, dataclasses.replace(step.options, local_batches=False)
+    again = type(step)(model, step.loss_fn, optax.identity(), whole)  # whose gradients alone are looked at
+    return _rows(again, again.init(), again.put(batch))
 
 
 def _updates(

@@ -1,11 +1,11 @@
-"""One step repeated in eager torch on the CPU: the same state, microbatches and random numbers."""
+"""One step repeated in eager torch on the CPU, the reference of all proofs: state, microbatches and random numbers."""
 
 # JAX and PyTorch annotate some of their functions in part.
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportPrivateUsage=false
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
@@ -13,11 +13,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as torch_pytree
 
-from torch_shard._capture import Precision
+from torch_shard._capture import MetricCalls, Precision
 from torch_shard._common.types import PyTree
-from torch_shard._device import ReplayRNG
+from torch_shard._device import ReplayRNG, to_cpu
+from torch_shard._loss import split_loss
+from torch_shard._lowering import world_of_one
 from torch_shard._state import TrainState
-from torch_shard._train.eager_reference import eager_loss, like_model
+from torch_shard._train.comparison import Values, array_of, numbers_of
 from torch_shard._train.placing import ShardedBatch
 
 if TYPE_CHECKING:
@@ -35,13 +37,20 @@ class Replay:
         state: Before the step; it is only read.
         placed: The batch of the step.
         precision: In which to repeat it; by default as the step computes.
+        model: On the CPU, with the values to begin with; by default those of the state.
     """
 
     def __init__(
-        self, step: "TrainStep", state: TrainState, placed: ShardedBatch, *, precision: Precision | None = None
+        self,
+        step: "TrainStep",
+        state: TrainState,
+        placed: ShardedBatch,
+        *,
+        precision: Precision | None = None,
+        model: nn.Module | None = None,
     ) -> None:
         self._step, self._precision = step, precision or step.options.precision
-        self.model: nn.Module = like_model(step.export(state), step.model)
+        self.model = cpu_model(step, state) if model is None else model
         self.batches: list[PyTree] = step.gradient_step.microbatches(placed)
         """The microbatches, with CPU tensors."""
         if not step.programs:
@@ -59,6 +68,20 @@ class Replay:
             with ReplayRNG(key if self.num_draws else None).active():
                 yield MicrobatchRun(self._step, self.model, batch, len(self), self._precision)
 
+    def run(self, trained: Iterable[str]) -> Values:
+        """Run all of it, and give the loss, the metrics and the gradients of these parameters."""
+        losses, metrics = list[torch.Tensor](), list[PyTree]()
+        for part in self:
+            loss, found = part.forward()
+            part.backward(loss)
+            losses.append(loss.detach())
+            metrics.append(found)
+        own = metrics[0] if len(self) == 1 else jax.tree.map(_together, *metrics)
+        held = {name: self.model.get_parameter(name) for name in trained}
+        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in held.items()}
+        numbers = numbers_of(torch.stack(losses).mean(), own)
+        return numbers | {("gradient", name): array_of(grad) for name, grad in grads.items()}
+
 
 @dataclasses.dataclass
 class MicrobatchRun:
@@ -72,7 +95,8 @@ class MicrobatchRun:
 
     def forward(self) -> tuple[torch.Tensor, dict[str, PyTree]]:
         """Its loss and metrics."""
-        return eager_loss(self.step, self.model, self.batch, self.precision)
+        with self.precision.active("cpu"), MetricCalls().noted(), world_of_one():
+            return split_loss(self.step.loss_fn(self.model, self.batch))
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add its part of the gradients."""
@@ -116,6 +140,22 @@ class ModuleCalls:
         self._left(self._running.pop(), type(module).__name__, tensors_of(output))
 
 
+def cpu_model(step: "TrainStep", state: TrainState) -> nn.Module:
+    """The model with the values of a state on the CPU, and the training flags and gradient hooks of the step's."""
+    copy, model = step.export(state), step.model
+    for mine, theirs in zip(copy.modules(), model.modules(), strict=True):
+        mine.training = theirs.training
+    for name, parameter in model.named_parameters():
+        for hook in (parameter._backward_hooks or {}).values():
+            copy.get_parameter(name).register_hook(hook)  # which a copy loses
+    return copy
+
+
+def host_batch(arrays: Sequence[jax.Array], placed: ShardedBatch) -> list[torch.Tensor]:
+    """The leaves of a batch on the mesh as torch has them: JAX may hold 64 bits in 32."""
+    return [to_cpu(array).to(spec.dtype) for array, spec in zip(arrays, placed.signature.specs, strict=True)]
+
+
 def tensors_of(values: PyTree) -> list[torch.Tensor]:
     """The tensors in a pytree."""
     return [leaf for leaf in torch_pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
@@ -135,3 +175,9 @@ def numbers_in(tensor: torch.Tensor) -> torch.Tensor | None:
     except RuntimeError:
         return None
     return from_torch if from_torch.numel() else None
+
+
+def _together(*values: PyTree) -> torch.Tensor:
+    """A metric of the microbatches as the step gives it."""
+    stacked = torch.stack([torch.as_tensor(value) for value in values])
+    return stacked.mean(0) if stacked.ndim == 1 and stacked.is_floating_point() else stacked

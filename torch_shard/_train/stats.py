@@ -4,11 +4,16 @@
 # pyright: reportUnknownMemberType=false
 
 import dataclasses
+import math
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from torch_shard._common.caller import error_prefix
+from torch_shard._common.printed import aligned
+from torch_shard._common.svg import MARGIN, Picture, save_svg, width_of
 from torch_shard._state import TrainState
 from torch_shard._train.placing import ShardedBatch
 from torch_shard._train.replay import ModuleCalls, Replay, numbers_in
@@ -73,32 +78,48 @@ class StepStats:
 
     def __str__(self) -> str:
         head = ("module", "", "output: largest", "mean", "zeros", "gradient: largest", "mean", "zeros")
-        lines = [head, *((row.name, row.kind, *_cells(row.output), *_cells(row.gradient)) for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        shown = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-        return "\n".join(line.rstrip() for line in shown)
+        rows = [(row.name, row.kind, *_cells(row.output), *_cells(row.gradient)) for row in self.rows]
+        return "\n".join(aligned([head, *rows]))
 
+    @error_prefix("StepStats.save")
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Draw the largest entries of outputs and gradients, module by module, with matplotlib.
+        """Draw the largest entries of outputs and gradients, module by module, as an SVG.
 
         Args:
-            path: Of the picture; its suffix says the format: `.svg`, `.png`, `.pdf`.
-        """
-        from matplotlib.figure import Figure  # takes time to import, and is for those who ask
+            path: Of the picture, which ends in `.svg`.
 
-        places = range(len(self.rows), 0, -1)
-        figure = Figure(figsize=(8, 1 + 0.2 * len(self.rows)), layout="constrained")
-        axes = figure.subplots()
-        outputs = [row.output.largest for row in self.rows]
-        gradients = [row.gradient.largest if row.gradient else 0.0 for row in self.rows]
-        axes.plot(outputs, places, "o", label="output", markersize=4)
-        axes.plot(gradients, places, "s", label="its gradient", markersize=4)
-        axes.set_yticks(places, [row.name for row in self.rows], fontsize=7)
-        axes.set(xscale="symlog", xlabel="largest absolute entry")
-        axes.set_xscale("symlog", linthresh=max(min((g for g in gradients if g > 0), default=1e-6), 1e-12))
-        axes.grid(alpha=0.3)
-        axes.legend()
-        figure.savefig(path)
+        Raises:
+            ValueError: Another suffix.
+        """
+        save_svg(_draw(self.rows), path)
+
+
+_LINE, _DOT, _LETTERS, _WIDTH = 16.0, 8.0, 11.0, 480.0
+"""In pixels: height of a row and of a dot, size of letters, width of the scale."""
+
+
+def _draw(rows: Sequence[ModuleStats]) -> Picture:
+    """Two dots for each row on a logarithmic scale; zeros at its left end, at its right what is not finite."""
+    picture, left = Picture(), MARGIN + max((width_of(row.name, _LETTERS) for row in rows), default=0) + _LINE
+    dots = [(at, "one", row.output.largest) for at, row in enumerate(rows)]
+    dots += [(at, "two", row.gradient.largest) for at, row in enumerate(rows) if row.gradient is not None]
+    powers = [math.log10(size) for _, _, size in dots if 0 < size < math.inf]
+    low, high = math.floor(min(powers, default=0)), math.floor(max(powers, default=0)) + 1
+    step = _WIDTH / (high - low)
+    picture.text("largest entry of the output", left, MARGIN, size=_LETTERS, style="one bold")
+    picture.text("and of its gradient", left + _WIDTH / 2, MARGIN, size=_LETTERS, style="two bold")
+    for power in range(low, high + 1, -(-(high - low) // 8)):
+        x = left + (power - low) * step
+        picture.box(x, MARGIN + 2 * _LINE, 1, _LINE * len(rows), style="line")
+        picture.text(f"1e{power}", x, MARGIN + 1.3 * _LINE, size=_LETTERS, style="faint", anchor="middle")
+    for at, row in enumerate(rows):
+        y = MARGIN + (at + 2.5) * _LINE
+        picture.text(row.name, left - _LINE, y, size=_LETTERS, style="text", anchor="end")
+    for at, style, size in dots:
+        power = math.log10(size) if 0 < size < math.inf else high if size else low
+        x, y = left + (power - low) * step, MARGIN + (at + 2.5) * _LINE
+        picture.box(x - _DOT / 2, y - _DOT / 2, _DOT, _DOT, style=style)
+    return picture
 
 
 def _cells(numbers: Numbers | None) -> tuple[str, str, str]:
@@ -109,8 +130,7 @@ def _cells(numbers: Numbers | None) -> tuple[str, str, str]:
 
 def stats_of(step: "TrainStep", state: TrainState, placed: ShardedBatch) -> StepStats:
     """Repeat a step in eager torch, and look at what each module returns; see `TrainStep.stats`."""
-    rows: list[ModuleStats | None] = []
-    replay = Replay(step, state, placed)
+    rows, replay = list[ModuleStats](), Replay(step, state, placed)
 
     def left(name: str, kind: str, outputs: list[torch.Tensor]) -> None:
         if not outputs or (found := Numbers.of(outputs[0])) is None:
@@ -119,16 +139,13 @@ def stats_of(step: "TrainStep", state: TrainState, placed: ShardedBatch) -> Step
         rows.append(ModuleStats(name, kind, found, None))
 
         def arrived(grad: torch.Tensor) -> None:
-            row = rows[at]
-            assert row is not None
-            rows[at] = dataclasses.replace(row, gradient=Numbers.of(grad))
+            rows[at] = dataclasses.replace(rows[at], gradient=Numbers.of(grad))
 
         if outputs[0].requires_grad:
             outputs[0].register_hook(arrived)
 
-    for run in replay:
-        calls = ModuleCalls(replay.model, left)
-        with calls.active():
-            loss, _ = run.forward()
-        run.backward(loss)
-    return StepStats(tuple(row for row in rows if row is not None))
+    for part in replay:
+        with ModuleCalls(replay.model, left).active():
+            loss, _ = part.forward()
+        part.backward(loss)
+    return StepStats(tuple(rows))

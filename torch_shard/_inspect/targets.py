@@ -1,6 +1,5 @@
-"""What `torch-shard preview` and `prove` are pointed at: a Python file, a function, or one of the ready examples."""
+"""What `torch-shard preview` and `prove` are pointed at: a file, a function, or a model of transformers."""
 
-import dataclasses
 import importlib
 import inspect
 import os
@@ -10,76 +9,74 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import optax
 import torch
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from torch_shard._common.types import PyTree
-from torch_shard._inspect.tiny import TINY, tiny
+from torch_shard._plans import fsdp_tp
 from torch_shard._scan import Remat
-from torch_shard._sharding import LossFn, ShardingPlan
+from torch_shard._sharding import LossFn
 from torch_shard._train import Step, make_train_step
 
 NEEDED = ("model", "loss_fn", "batch", "plan", "optimizer")
 """Names that a previewed file has to define."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Example:
-    """A model that is known by name, to be made on the meta device.
-
-    Attributes:
-        hidden: Width.
-        inner: Width within an MLP.
-        layers: Number of them.
-        heads: Of the queries.
-        kv_heads: Of keys and values.
-        words: Size of the vocabulary.
-        length: Of the sequences.
-        rows: In a batch, for each of its shards.
-    """
-
-    hidden: int
-    inner: int
-    layers: int
-    heads: int
-    kv_heads: int
-    words: int = 128_256
-    length: int = 2048
-    rows: int = 4
-
-    def step(self, mesh: Mesh, remat: Remat | int | None) -> tuple[Step, PyTree]:
-        """A training step of it with AdamW in bfloat16, weights split over both axes, and the shapes of a batch."""
-        import optax
-        import transformers
-
-        config: Any = transformers.LlamaConfig(
-            hidden_size=self.hidden,
-            intermediate_size=self.inner,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            vocab_size=self.words,
-            max_position_embeddings=self.length,
-        )
-        with torch.device("meta"):
-            model: Any = transformers.LlamaForCausalLM(config)
-        step = make_train_step(
-            model,
-            _next_token,
-            optax.adamw(3e-4),
-            mesh=mesh,
-            plan=_by_both(model),
-            remat=remat or "block",
-            compute_dtype=torch.bfloat16,
-        )
-        return step, torch.empty(self.rows * mesh.shape["batch"], self.length, dtype=torch.int64, device="meta")
+Hub = Mapping[str, tuple[str, Mapping[str, Any]]]
+"""Models of transformers by name: of the class, and the fields of its configuration."""
 
 
-EXAMPLES = {
-    "llama-3-8b": Example(4096, 14336, 32, 32, 8),
-    "llama-3-70b": Example(8192, 28672, 80, 64, 8),
-    "llama-3-405b": Example(16384, 53248, 126, 128, 8),
+def _fields(hidden: int, inner: int, layers: int, heads: int, **others: int) -> dict[str, int]:
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    return {**sizes, "num_attention_heads": heads, **others}
+
+
+LENGTH, ROWS = 2048, 4
+"""Of the sequences of an example, and how many of them each shard of a batch has."""
+
+_WIDE = {"num_key_value_heads": 8, "vocab_size": 128_256, "max_position_embeddings": LENGTH}
+
+EXAMPLES: Hub = {
+    "llama-3-8b": ("Llama", _fields(4096, 14336, 32, 32, **_WIDE)),
+    "llama-3-70b": ("Llama", _fields(8192, 28672, 80, 64, **_WIDE)),
+    "llama-3-405b": ("Llama", _fields(16384, 53248, 126, 128, **_WIDE)),
 }
+
+TINY_LENGTH, TINY_ROWS, WORDS = 16, 8, 64
+
+_LLAMA = _fields(32, 64, 2, 4, num_key_value_heads=4, vocab_size=WORDS, max_position_embeddings=TINY_LENGTH)
+_LLAMA |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+TINY: Hub = {
+    "llama-tiny": ("Llama", _LLAMA),
+    "gemma3-tiny": ("Gemma3", {**_LLAMA, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}),
+    "mixtral-tiny": ("Mixtral", {**_LLAMA, "num_local_experts": 4}),
+    "qwen3-moe-tiny": ("Qwen3Moe", {**_LLAMA, "head_dim": 8, "num_experts": 8, "moe_intermediate_size": 32}),
+}
+
+
+def _of_hub(models: Hub, name: str) -> torch.nn.Module:
+    """A model with random values.
+
+    Raises:
+        ImportError: transformers is not installed.
+    """
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ImportError(f"{name} is a model of transformers: pip install 'torch_shard[hf]'.") from error
+    family, fields = models[name]
+    config = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    return getattr(transformers, f"{family}ForCausalLM")(config(**fields))
+
+
+def _example(name: str, mesh: Mesh, remat: Remat | int | None) -> tuple[Step, PyTree]:
+    """A training step of a large model with AdamW in bfloat16, and the shapes of a batch."""
+    with torch.device("meta"):
+        model = _of_hub(EXAMPLES, name)
+    options: dict[str, Any] = {"remat": remat or "block", "compute_dtype": torch.bfloat16}
+    step = make_train_step(model, _next_token, optax.adamw(3e-4), mesh=mesh, plan=fsdp_tp(model, mesh), **options)
+    return step, torch.empty(ROWS * mesh.shape["batch"], LENGTH, dtype=torch.int64, device="meta")
 
 
 def _next_token(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -87,12 +84,19 @@ def _next_token(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def _by_both(model: torch.nn.Module) -> ShardingPlan:
-    """Matrices over both axes: rows of what widens over `model`, columns of what narrows."""
-    narrows = ("o_proj.weight", "down_proj.weight")
-    matrices = [name for name, parameter in model.named_parameters() if parameter.ndim == 2]
-    specs = {n: ("batch", "model") if n.endswith(narrows) else ("model", "batch") for n in matrices}
-    return ShardingPlan({n: PartitionSpec(*spec) for n, spec in specs.items()}, default=PartitionSpec())
+def tiny(name: str) -> tuple[torch.nn.Module, LossFn, PyTree]:
+    """A small model with random values, its loss, and a batch; the name is one of `TINY`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = _of_hub(TINY, name)
+        tokens = torch.randint(3, WORDS, (TINY_ROWS, TINY_LENGTH))
+    return model.eval(), loss_with_logits, {"input_ids": tokens, "labels": tokens}
+
+
+def loss_with_logits(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, PyTree]:
+    """The loss of a model of transformers, with its logits as a metric."""
+    out = model(**batch)
+    return out.loss, {"logits": out.logits}
 
 
 def find_step(target: str, mesh: Mesh, remat: Remat | int | None = None) -> tuple[Step, PyTree]:
@@ -108,7 +112,7 @@ def find_step(target: str, mesh: Mesh, remat: Remat | int | None = None) -> tupl
         ValueError: It is none of these, or lacks something.
     """
     if target in EXAMPLES:
-        return EXAMPLES[target].step(mesh, remat)
+        return _example(target, mesh, remat)
     if target.endswith(".py"):
         return _of_file(Path(target), mesh, remat)
     module, _, name = target.partition(":")

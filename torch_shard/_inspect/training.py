@@ -1,0 +1,122 @@
+"""The same training by steps on meshes and by eager torch: what each makes of every batch, by kind and name."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import optax
+import torch
+from jax.sharding import Mesh, PartitionSpec
+
+from torch_shard._capture import MetricCalls
+from torch_shard._common.caller import caller
+from torch_shard._common.types import PyTree
+from torch_shard._common.validate import check_call
+from torch_shard._optim import check_optimizer
+from torch_shard._sharding import LossFn, ShardingPlan
+from torch_shard._state import TrainState
+from torch_shard._train import (
+    Replay,
+    TrainStep,
+    Values,
+    array_of,
+    cpu_model,
+    in_float64,
+    make_train_step,
+    numbers_of,
+    precision_of,
+)
+
+Optimizers = tuple[optax.GradientTransformation, Callable[..., torch.optim.Optimizer]]
+"""One of optax, and what makes one of torch for the same rule from a list of parameters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """What is trained, everywhere alike: a batch for each step, and `compute_dtype` as `make_train_step` takes it."""
+
+    model: torch.nn.Module
+    loss_fn: LossFn
+    batches: Sequence[PyTree]
+    optimizers: Optimizers
+    compute_dtype: torch.dtype | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The one that rounds most."""
+        return precision_of(self.model, self.compute_dtype)
+
+    def on(
+        self, mesh: Mesh, plan: ShardingPlan, batch_spec: PartitionSpec | None = None, accumulate_steps: int = 1
+    ) -> "Run":
+        """Train by a step on a mesh, or on one device."""
+        options: dict[str, Any] = {"batch_spec": batch_spec, "accumulate_steps": accumulate_steps}
+        optimizer = _keeping_gradients(self.optimizers[0])
+        step = make_train_step(
+            self.model, self.loss_fn, optimizer, mesh=mesh, plan=plan, compute_dtype=self.compute_dtype, **options
+        )
+        state, found = step.init(), list[Values]()
+        # Accelerators round products of float32 by default, torch does not; metric objects count a run's own steps.
+        with jax.default_matmul_precision("highest"), MetricCalls().noted():
+            for batch in self.batches:
+                state, metrics = step(state, batch)
+                (kept, _) = cast(tuple[PyTree, PyTree], state.opt_state)
+                grads = {("gradient", name): array_of(grad) for name, grad in kept.items()}
+                own = {name: value for name, value in metrics.items() if name not in ("loss", "grad_norm")}
+                found.append(numbers_of(metrics["loss"], own) | grads | _held(state, state.tensors))
+        return Run(self, step, found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A training on a mesh: the step, and after each batch loss, metrics, gradients, parameters and buffers."""
+
+    training: Training
+    step: TrainStep
+    values: list[Values]
+
+    def in_torch(self) -> list[Values]:
+        """The same by eager torch on the CPU, from where the step begins and in its microbatches."""
+        state, found = self.step.init(), list[Values]()
+        model = cpu_model(self.step, state)
+        optimizer = self.training.optimizers[1]([p for p in model.parameters() if p.requires_grad])
+        for batch in self.training.batches:
+            optimizer.zero_grad()
+            numbers = Replay(self.step, state, self.step.put(batch), model=model).run(state.params)
+            optimizer.step()
+            held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            found.append(numbers | _held(state, {name: held[name] for name in state.tensors}))
+        return found
+
+    def in_float64(self) -> Training:
+        """The training with a copy of the model and the batches in float64, for where 64 bits are enabled."""
+        model = cpu_model(self.step, self.step.init()).double()
+        return dataclasses.replace(self.training, model=model, batches=list(map(in_float64, self.training.batches)))
+
+
+def check_optimizers(optimizer: object, torch_optimizer: object, default: Optimizers) -> Optimizers:
+    """Both optimizers, or the default ones.
+
+    Raises:
+        TypeError: One is of the wrong kind.
+        ValueError: One is given without the other.
+    """
+    if (optimizer is None) != (torch_optimizer is None):
+        raise ValueError(f"{caller()}: give optimizer and torch_optimizer both, for the same rule, or neither.")
+    if optimizer is None:
+        return default
+    check_optimizer(optimizer)
+    check_call("torch_optimizer", torch_optimizer, "params", hint="functools.partial(torch.optim.SGD, lr=0.1) is one.")
+    return cast(Optimizers, (optimizer, torch_optimizer))
+
+
+def _keeping_gradients(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The same optimizer, with the last gradients in its state."""
+    kept = optax.GradientTransformation(lambda params: params, lambda updates, state, params=None: (updates, updates))
+    return optax.chain(kept, optimizer)
+
+
+def _held(state: TrainState, tensors: Mapping[str, PyTree]) -> Values:
+    """Parameters and buffers."""
+    return {("buffer" if n in state.buffers else "parameter", n): array_of(value) for n, value in tensors.items()}
