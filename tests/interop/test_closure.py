@@ -98,25 +98,22 @@ def test_what_is_closed_over_has_its_gradient_where_no_torch_function_is_called(
 @pytest.mark.parametrize("device", ["cpu", "jax"])
 def test_eager_gradients_reach_what_an_adapted_function_closes_over(device: str) -> None:
     torch.manual_seed(0)
-    model, x, traces = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)), torch.randn(2, 3), []
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)), torch.randn(2, 3)
 
     def loss(x: torch.Tensor) -> torch.Tensor:
-        traces.append(1)
         return model(x)[torch.tensor([0, 1, 0])].square().sum()
 
     leaf = x.clone().requires_grad_()
     model.eval()
     wanted = torch.autograd.grad(loss(leaf), [leaf, *model.parameters()])
     model.to(device)
-    fn, counts = ts.jax_jit(loss), []
-    for _ in range(3):
+    fn = ts.jax_jit(loss)
+    for _ in range(2):
         leaf = x.to(device).clone().requires_grad_()
         found = torch.autograd.grad(fn(leaf), [leaf, *model.parameters()])
         for f, w in zip(found, wanted, strict=True):
             assert f.device.type == leaf.device.type
             assert_close(f, w)
-        counts.append(len(traces))
-    assert len(set(counts)) == 1  # captured for the first call only
     model.train()
     dropped = torch.stack([fn(leaf).detach().cpu() for _ in range(8)])
     assert len(dropped.unique()) > 1

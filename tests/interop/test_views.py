@@ -18,18 +18,18 @@ from tests.oracles.steps import step_of
 from torch_shard.collectives import axis_size
 
 
-def test_the_source_documents_loop_trains() -> None:
+def test_a_loop_of_ones_own_trains() -> None:
     """jax_value_and_grad, and optax through call_jax, in one jitted torch function."""
     torch.manual_seed(0)
     model, optimizer = nn.Linear(3, 1), optax.adam(1e-2)
     x, y = torch.randn(16, 3), torch.randn(16, 1)
 
-    def loss_fn(weights: dict, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def loss_fn(weights: dict) -> torch.Tensor:
         return F.mse_loss(torch.func.functional_call(model, weights, (x,)), y)
 
     @ts.jax_jit
-    def train_step(weights: dict, opt_state: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-        loss, grads = ts.jax_value_and_grad(loss_fn)(weights, x, y)
+    def train_step(weights: dict, opt_state: Any) -> Any:
+        loss, grads = ts.jax_value_and_grad(loss_fn)(weights)
         updates, opt_state = ts.call_jax(optimizer.update, grads, opt_state, weights)
         return loss, ts.call_jax(optax.apply_updates, weights, updates), opt_state
 
@@ -37,7 +37,7 @@ def test_the_source_documents_loop_trains() -> None:
     opt_state = ts.call_jax(optimizer.init, weights)
     adam = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(4):
-        loss, weights, opt_state = train_step(weights, opt_state, x, y)
+        loss, weights, opt_state = train_step(weights, opt_state)
         wanted = F.mse_loss(model(x), y)
         adam.zero_grad()
         wanted.backward()
@@ -116,13 +116,6 @@ def test_torch_takes_arrays_of_numpy() -> None:
     np.testing.assert_allclose(ts.call_torch(torch.sin, np.ones(3, np.float32)), np.sin(np.ones(3)), rtol=1e-6)
 
 
-def test_forward_mode_is_linear_in_tangents() -> None:
-    x, t = jnp.arange(3.0), jnp.ones(3)
-    value, tangent = jax.jvp(lambda x: ts.call_torch(lambda a: a.square(), x), (x,), (t,))
-    np.testing.assert_allclose((value, tangent), (x**2, 2 * x))
-
-
-@pytest.mark.slow  # many captures
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own hessian
 def test_forward_mode_gives_torchs_derivatives() -> None:
     torch.manual_seed(0)
@@ -134,18 +127,19 @@ def test_forward_mode_gives_torchs_derivatives() -> None:
     def of_jax(x: jax.Array) -> jax.Array:
         return ts.call_torch(of_torch, x)
 
-    array, key = jnp.asarray(x.numpy()), jax.random.key(0)
-    near = {"rtol": 1e-5, "atol": 1e-6}  # float32
+    array, near = jnp.asarray(x.numpy()), {"rtol": 1e-5, "atol": 1e-6}  # float32
     np.testing.assert_allclose(jax.jacfwd(of_jax)(array), torch.func.jacrev(of_torch)(x).detach(), **near)
     wanted = torch.func.hessian(lambda x: of_torch(x).sum())(x).detach()
-    np.testing.assert_allclose(jax.hessian(lambda x: of_jax(x).sum())(array), wanted, **near)
     np.testing.assert_allclose(jax.jit(jax.hessian(lambda x: of_jax(x).sum()))(array), wanted, **near)
-    tangent = jax.grad(lambda x: jax.jvp(of_jax, (x,), (jnp.ones(3),))[1].sum())(array)
-    np.testing.assert_allclose(tangent, torch.func.hessian(lambda x: of_torch(x).sum())(x).detach().sum(0), **near)
-    pair = jax.jvp(lambda x: ts.call_torch(lambda a: (a * 2, a.argmax()), x), (array,), (array,))[1]
-    np.testing.assert_allclose(pair[0], 2 * array)
-    assert pair[1].dtype == jax.dtypes.float0
-    dropped, moved = jax.jvp(lambda x: ts.call_torch(nn.functional.dropout, x, key=key), (jnp.ones(9),), (jnp.ones(9),))
+
+
+def test_forward_mode_of_integers_and_of_what_draws() -> None:
+    ones = jnp.ones(9)
+    doubled, place = jax.jvp(lambda x: ts.call_torch(lambda a: (a * 2, a.argmax()), x), (ones,), (ones,))[1]
+    np.testing.assert_allclose(doubled, 2 * ones)
+    assert place.dtype == jax.dtypes.float0
+    key = jax.random.key(0)
+    dropped, moved = jax.jvp(lambda x: ts.call_torch(nn.functional.dropout, x, key=key), (ones,), (ones,))
     np.testing.assert_array_equal(dropped, moved)  # the same are dropped
 
 

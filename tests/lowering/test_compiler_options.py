@@ -47,14 +47,6 @@ def test_without_any_way_the_version_is_refused(monkeypatch: pytest.MonkeyPatch)
         safe_pads()
 
 
-def test_without_fusions_a_pad_stands_alone() -> None:
-    """No operand is computed within the pad's own loop, which is where XLA goes wrong."""
-    args = 0, np.ones((2, 8), np.float32), np.ones((2, 8), np.float32)
-    text = jax.jit(cut_add_pad, compiler_options=NO_FUSION).lower(*args).compile().as_text()
-    (around,) = [computation for computation in text.split("\n\n") if " pad(" in computation]
-    assert "pad(%param" in around or around.lstrip().startswith("ENTRY")  # without MLIR an operator alone is no fusion
-
-
 def test_on_tpus_collectives_are_whole_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     several, single = (ts.make_mesh(topology="v5e:2x2", batch=size) for size in (4, 1))
     assert compiler_options([], several) == WHOLE

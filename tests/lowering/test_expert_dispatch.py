@@ -1,6 +1,5 @@
 """Tokens that go to their experts and come back; validation/reports/test_errors_of_others.py has layouts and routes."""
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -30,16 +29,14 @@ def loss_fn(experts: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> Any:
     return (out * wanted).sum(), {"out": out}
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "Llama4", "DeepseekV3", "GraniteMoe"])
+@pytest.mark.parametrize("name", ["Mixtral", "Llama4"])
 def test_models_of_the_hub_with_experts_over_both_axes(name: str) -> None:
-    """Mixtral with its auxiliary loss, so that its router has two gradients; DeepSeek with shared experts."""
+    """Mixtral with its auxiliary loss, so that its router has two gradients."""
     case = next((model.cases()[0] for model in HF_MODELS if model.name == name), None)
     model, loss_fn, batch = (case.model(), case.loss_fn, case.batches(1)[0]) if case else TABLE[name].build()
-    plan = functools.partial(ts.plans.expert, ep=("batch", "model"))
     mesh = ts.make_mesh(batch=2, model=2)
-    ts.prove(model, loss_fn, batch, plans={"experts": plan}, meshes=mesh).raise_if_different()
-    step = step_of(model, loss_fn, mesh=mesh, plan=plan(model, mesh))
-    step.lower(step.structs, batch)
+    step = step_of(model, loss_fn, mesh=mesh, plan=ts.plans.expert(model, mesh, ep=("batch", "model")))
+    step.prove(step.init(), batch).raise_if_different()
     assert "tokens are sent to experts over batch=2 and back" in step.report()
 
 

@@ -14,10 +14,11 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter import OpenAIPrivacyFilterExperts
 
 import torch_shard as ts
+from tests.oracles.collectives import collectives_of
 from tests.oracles.derivatives import assert_equals_torch, second, weighted
+from tests.oracles.graphs import targets_of
 from tests.oracles.steps import step_of
-from torch_shard._capture.trace import Spec, capture
-from torch_shard._lowering.ops import expert_blocks, keeps_whole
+from torch_shard._lowering.ops import expert_blocks, expert_dispatch
 
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}  # float32 sums of up to 16 terms in another order
 TOKENS, WIDTH, EXPERTS = 24, 8, 4
@@ -37,11 +38,6 @@ def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_blocks, "WORTH", expert_blocks.SMALLEST)
 
 
-def targets(fn: Any, given: list[torch.Tensor]) -> set[Any]:
-    specs = [Spec(tuple(x.shape), x.dtype) for x in given]
-    return {node.target for node in capture(lambda *x: ([fn(*x)], None), specs, keep=keeps_whole).module.graph.nodes}
-
-
 ROUTES = {
     "spread": lambda: torch.rand(TOKENS, EXPERTS).topk(2).indices,
     "one has none": lambda: torch.rand(TOKENS, EXPERTS - 1).topk(2).indices,
@@ -50,31 +46,20 @@ ROUTES = {
 }
 
 
-def make_experts(**fields: Any) -> MixtralExperts:
-    config = transformers.MixtralConfig(
-        hidden_size=WIDTH,
-        intermediate_size=12,
-        num_local_experts=EXPERTS,
-        experts_implementation="grouped_mm",
-        **fields,
-    )
-    torch.manual_seed(0)
-    experts = MixtralExperts(config)
-    for parameter in experts.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    return experts
+KINDS: dict[str, Any] = {
+    "plain": (MixtralExperts, transformers.MixtralConfig),
+    "interleaved": (GptOssExperts, transformers.GptOssConfig),
+    "in halves": (OpenAIPrivacyFilterExperts, transformers.GptOssConfig),
+}
 
 
-def make_clamped(kind: str = "interleaved") -> torch.nn.Module:
-    """Experts with biases and transposed matrices, many of whose inner values are clamped."""
-    config = transformers.GptOssConfig(
-        hidden_size=WIDTH,
-        intermediate_size=12,
-        num_local_experts=EXPERTS,
-        experts_implementation="grouped_mm",
-    )
+def make_experts(kind: str = "plain", **fields: Any) -> torch.nn.Module:
+    """Other kinds have biases and transposed matrices, and many of their inner values are clamped."""
+    experts_of, config_of = KINDS[kind]
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 12, "num_local_experts": EXPERTS}
+    config = config_of(**{**sizes, **fields}, experts_implementation="grouped_mm")
     torch.manual_seed(0)
-    experts = (GptOssExperts if kind == "interleaved" else OpenAIPrivacyFilterExperts)(config)
+    experts = experts_of(config)
     experts.limit = 1.25
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
@@ -91,7 +76,7 @@ def check(experts: torch.nn.Module, *ids: torch.Tensor) -> None:
 
     given = [torch.randn(TOKENS, WIDTH), *weights, *(p.detach() for p in experts.parameters())]
     if not isinstance(getattr(experts, "act_fn", None), torch.nn.ReLU):
-        assert OURS in targets(lambda *args: weighted(fn(*args)), given)
+        assert OURS in targets_of(lambda *args: weighted(fn(*args)), given)
     assert_equals_torch(fn, given, **CLOSE)
 
 
@@ -100,10 +85,9 @@ def test_value_and_gradients_equal_eager_torch(route: str, act: str) -> None:
     check(make_experts(hidden_act=act), ROUTES[route]())
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("kind", ["interleaved", "in halves"])
+@pytest.mark.parametrize(("kind", "route"), [*(("interleaved", r) for r in ROUTES), ("in halves", "uneven")])
 def test_biases_and_clamped_gates_equal_eager_torch(kind: str, route: str) -> None:
-    check(make_clamped(kind), ROUTES[route]())
+    check(make_experts(kind), ROUTES[route]())
 
 
 def test_tokens_in_pieces() -> None:
@@ -112,7 +96,7 @@ def test_tokens_in_pieces() -> None:
     class Scaled(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.scale, self.experts = torch.nn.Parameter(torch.rand(WIDTH)), make_clamped()
+            self.scale, self.experts = torch.nn.Parameter(torch.rand(WIDTH)), make_experts("interleaved")
 
         def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             return self.experts(x * self.scale, ids, weights)
@@ -136,16 +120,16 @@ def test_other_experts_stay_as_they_are() -> None:
         def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
             return gate_up[..., ::2] * gate_up[..., 1::2]
 
-    experts = make_clamped()
+    experts = make_experts("interleaved")
     experts.__class__ = Other
     ids = ROUTES["spread"]()
     given = [torch.randn(TOKENS, WIDTH), torch.rand(ids.shape)]
-    assert OURS not in targets(lambda x, weights: experts(x, ids, weights), given)
+    assert OURS not in targets_of(lambda x, weights: experts(x, ids, weights), given)
 
 
-@pytest.mark.parametrize("make", [make_experts, make_clamped])
-def test_tokens_of_no_expert_get_nothing(make: Any) -> None:
-    experts, ids = make(), torch.arange(TOKENS)[:, None] % (EXPERTS + 1)
+@pytest.mark.parametrize("kind", ["plain", "interleaved"])
+def test_tokens_of_no_expert_get_nothing(kind: str) -> None:
+    experts, ids = make_experts(kind), torch.arange(TOKENS)[:, None] % (EXPERTS + 1)
     x, weights = torch.randn(TOKENS, WIDTH), torch.rand(ids.shape)
     out = ts.jax_jit(lambda x, weights: experts(x, ids, weights))(x, weights).cpu()
     assert not out[EXPERTS :: EXPERTS + 1].any()
@@ -153,94 +137,73 @@ def test_tokens_of_no_expert_get_nothing(make: Any) -> None:
     torch.testing.assert_close(out[kept], experts(x[kept], ids[kept], weights[kept]).detach(), **CLOSE)
 
 
-@pytest.mark.parametrize("make", [make_experts, make_clamped])
-def test_derivative_of_a_derivative(make: Any) -> None:
-    experts, ids = make(), ROUTES["spread"]()
+@pytest.mark.parametrize("kind", ["plain", "interleaved"])
+def test_derivative_of_a_derivative(kind: str) -> None:
+    experts, ids = make_experts(kind), ROUTES["spread"]()
     x, weights = torch.randn(TOKENS, WIDTH), torch.rand(ids.shape)
 
     found, wanted = second(lambda x: experts(x, ids, weights), x)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())  # cubic in the weights
 
 
-def tpu_preview(num_experts: int) -> Any:
-    sizes = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-    sizes |= {"vocab_size": 128, "num_experts_per_tok": 2}
-    config = transformers.MixtralConfig(**sizes, intermediate_size=256, num_local_experts=num_experts)
-    with torch.device("meta"):
-        model = transformers.MixtralForCausalLM(config)
-    rules = {"**.experts.gate_up_proj": P("model"), "**.experts.down_proj": P("model")}
-    step = step_of(
-        model,
-        lambda model, tokens: model(input_ids=tokens, labels=tokens).loss,
-        mesh=ts.make_mesh(topology="v5e:2x2", batch=2, model=2),
-        plan=ts.ShardingPlan(rules, default=P()),
-    )
-    return step.preview(torch.empty(8, 512, dtype=torch.int64, device="meta"))
-
-
 @pytest.mark.slow
 def test_arithmetic_on_a_tpu_does_not_grow_with_the_number_of_experts() -> None:
-    flops = sum(m.flops for m in tpu_preview(num_experts=16).modules if m.path.endswith("mlp.experts"))
-    slots_here, products = 4 * 512 * 2 / 2, 3 + 2 + 6  # forward, again the first, gradients; of D by F each
+    with torch.device("meta"):
+        experts = make_experts(hidden_size=128, intermediate_size=256, num_local_experts=16)
+        batch = torch.empty(4096, 128), torch.empty(4096, 2, dtype=torch.int64), torch.empty(4096, 2)
+    mesh, plan = ts.make_mesh(topology="v5e:2x2", batch=2, model=2), ts.ShardingPlan({"*": P("model")}, default=P())
+    step = step_of(experts, lambda experts, batch: experts(*batch).square().mean(), mesh=mesh, plan=plan)
+    flops = sum(module.flops for module in step.preview(batch).modules)
+    slots_here, products = 2048 * 2 / 2, 3 + 2 + 6  # forward, again the first, gradients; of D by F each
     needed = 2 * slots_here * products * 128 * 256
     assert needed <= flops <= 1.3 * needed  # half a block more of each expert
 
 
-@pytest.mark.parametrize("product", ["experts", "grouped_mm", "clamped"])
-def test_autocast_takes_them_as_products(product: str) -> None:
-    experts, ids = make_clamped() if product == "clamped" else make_experts(), ROUTES["spread"]()
-    x, weights, ends = torch.randn(TOKENS, WIDTH), torch.rand(ids.shape), torch.tensor([TOKENS] * EXPERTS).int()
+@pytest.mark.parametrize("kind", ["plain", "interleaved"])
+def test_autocast_takes_them_as_products(kind: str) -> None:
+    experts, ids = make_experts(kind), ROUTES["spread"]()
+    x, weights = torch.randn(TOKENS, WIDTH), torch.rand(ids.shape)
 
     def loss_fn(experts: Any, x: torch.Tensor) -> torch.Tensor:
-        by_group = torch.nn.functional.grouped_mm
-        out = experts(x, ids, weights) if product != "grouped_mm" else by_group(x, experts.gate_up_proj.mT, offs=ends)
-        return out.float().square().mean()
+        return experts(x, ids, weights).float().square().mean()
 
-    options: dict[str, Any] = {"mesh": ts.make_mesh(batch=1), "plan": ts.plans.replicated()}
-    step = step_of(experts, loss_fn, compute_dtype=torch.bfloat16, **options)
+    step = step_of(experts, loss_fn, mesh=(1, 1), compute_dtype=torch.bfloat16)
     state = step.init()
     text = step.lower(state, x).as_text()
     products = [line for line in text.splitlines() if "dot_general" in line or "ragged_dot" in line]
     assert products
     assert not [line for line in products if "xf32>, tensor" in line]
-    exact = (
-        experts(x, ids, weights).square().mean()
-        if product != "grouped_mm"
-        else (x @ experts.gate_up_proj[0].T).square().mean()
-    )
-    assert float(step(state, x)[1]["loss"]) == pytest.approx(exact.item(), rel=2**-6)  # bfloat16
+    assert float(step(state, x)[1]["loss"]) == pytest.approx(loss_fn(experts, x).item(), rel=2**-6)  # bfloat16
 
 
-def test_a_loop_gathers_the_experts_of_one_layer_and_not_the_stack() -> None:
+def test_a_loop_gathers_the_experts_of_one_layer_and_not_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under TPU's compiler, which took the whole stack to every device, in each iteration."""
-
-    def received(layers: int) -> int:
-        config = transformers.Qwen3MoeConfig(
-            hidden_size=64,
-            intermediate_size=64,
-            moe_intermediate_size=32,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            vocab_size=128,
-            num_experts=16,
-            num_experts_per_tok=2,
-        )
-        with torch.device("meta"):
-            model = transformers.Qwen3MoeForCausalLM(config)
-        mesh = ts.make_mesh(topology="v5e:2x4", batch=4, model=2)
-        step = step_of(
-            model,
-            lambda model, ids: model(input_ids=ids, labels=ids, use_cache=False).loss,
-            mesh=mesh,
-            plan=ts.plans.fsdp_tp(model, mesh),
-            compute_dtype=torch.bfloat16,
-            scan_layers=True,
-        )
-        return step.preview(torch.empty(8, 16, dtype=torch.int64, device="meta")).collective_bytes
-
-    assert received(6) <= 3 * received(2)  # it was 5.8 times as much
+    monkeypatch.setattr(expert_dispatch.Exchange, "moves_tokens", lambda *_: False)  # nothing would be gathered
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=128,
+        num_experts=16,
+        num_experts_per_tok=2,
+    )
+    with torch.device("meta"):
+        model, tokens = transformers.Qwen3MoeForCausalLM(config), torch.empty(8, 16, dtype=torch.int64)
+    mesh = ts.make_mesh(topology="v5e:2x4", batch=4, model=2)
+    step = step_of(
+        model,
+        lambda model, ids: model(input_ids=ids, labels=ids, use_cache=False).loss,
+        mesh=mesh,
+        plan=ts.plans.fsdp_tp(model, mesh),
+        compute_dtype=torch.bfloat16,
+        scan_layers=True,
+    )
+    found = collectives_of(step.preview(tokens).compiled)
+    gathered = [size for each in found if each.kind == "all-gather" for size in each.sizes]
+    assert 0 < max(gathered) <= 16 * 64 * 32  # of one layer, the gates and values of half of the features
 
 
 def test_gradients_of_wide_biases_beside_narrow_matrices_are_not_rounded() -> None:

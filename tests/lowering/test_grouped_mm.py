@@ -14,7 +14,7 @@ from tests.oracles.steps import mean_square
 from tests.tables.cases import Case
 
 OFFSETS = [[4, 8, 16], [0, 12, 16], [16, 16, 16], [4, 8, 12]]  # even, an empty group, one for all, some left over
-CLOSE = {"rtol": 2e-5, "atol": 2e-5}  # float32 sums of up to 16 terms in another order
+CLOSE = {"rtol": 2e-5, "atol": 5e-5}  # float32 sums of up to 16 terms, and of four gradients
 
 
 def pieces(offs: torch.Tensor) -> list[slice]:
@@ -44,26 +44,33 @@ FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Callable[..., torch.Ten
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("ends", OFFSETS, ids=str)
-def test_value_and_gradients_equal_a_product_per_group(form: str, ends: list[int]) -> None:
+def test_value_and_gradients_equal_a_product_per_group(form: str) -> None:
     torch.manual_seed(0)
     shape_x, shape_y, by_group = FORMS[form]
-    x, y, offs = torch.randn(shape_x), torch.randn(shape_y), torch.tensor(ends, dtype=torch.int32)
-    given = None if form == "batch" else offs
+    ends = [torch.tensor(each, dtype=torch.int32) for each in OFFSETS]
 
-    def ours(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.grouped_mm(x, y, offs=given)
+    def ours(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        return [F.grouped_mm(x, y, offs=None if form == "batch" else each) for each in ends]
 
-    assert_equals_torch(ours, [x, y], eager=lambda x, y: by_group(x, y, offs), **CLOSE)
+    def theirs(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        return [by_group(x, y, each) for each in ends]
+
+    assert_equals_torch(ours, [torch.randn(shape_x), torch.randn(shape_y)], eager=theirs, **CLOSE)
 
 
-def test_bfloat16_and_its_wider_result() -> None:
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_and_its_wider_result(autocast: bool) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(16, 8).bfloat16(), torch.randn(3, 8, 8).bfloat16()
     offs = torch.tensor([4, 8, 16], dtype=torch.int32)
-    out = ts.jax_jit(lambda x, y: F.grouped_mm(x, y, offs=offs))(x, y).cpu()
-    assert out.dtype is torch.bfloat16
+
+    def grouped(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            return F.grouped_mm(x, y, offs=offs)
+
     wanted = rows(x.float(), y.float(), offs)
+    out = ts.jax_jit(grouped)(*((x.float(), y.float()) if autocast else (x, y))).cpu()
+    assert out.dtype is torch.bfloat16
     torch.testing.assert_close(out.float(), wanted, rtol=2**-8, atol=2**-8)  # one rounding to bfloat16
 
 
@@ -72,19 +79,18 @@ class Experts(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = torch.nn.Linear(8, 4)
         self.up = torch.nn.Parameter(torch.randn(4, 8, 16) / 4)
         self.down = torch.nn.Parameter(torch.randn(4, 16, 8) / 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, expert = (found.squeeze(-1) for found in self.router(x).softmax(-1).topk(1))
+        expert = x[:, :4].argmax(-1)
         order = expert.argsort(stable=True)
         offs = (expert[:, None] == torch.arange(4)).sum(0).cumsum(0).to(torch.int32)
         h = F.grouped_mm(torch.tanh(F.grouped_mm(x[order], self.up, offs=offs)), self.down, offs=offs)
-        return torch.zeros_like(x).index_copy(0, order, h) * gate[:, None]
+        return torch.zeros_like(x).index_copy(0, order, h)
 
 
-@pytest.mark.parametrize("spec", [P("model"), P(None, "model"), P(None, None, "model"), P()], ids=str)
+@pytest.mark.parametrize("spec", [P("model"), P(None, "model"), P(None, None, "model")], ids=str)
 def test_sharded_experts_train_as_in_eager_torch(spec: P) -> None:
     case = Case("experts", Experts, lambda: torch.randn(16, 8), {"up": spec, "down": spec}, mean_square)
     assert_follows(case, case.model(), eager_trajectory(case, num_steps=2), (4, 2))

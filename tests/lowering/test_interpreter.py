@@ -4,13 +4,10 @@ import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import torch_shard as ts
-from tests.capture.test_simplify import graph_of
 from tests.tables.odd import odd
-from torch_shard._lowering.interpreter import missing_lowerings
 
 X = torch.tensor([0.5, -1.0, 2.0])
 
@@ -36,8 +33,3 @@ def test_missing_lowerings_are_named_together_before_compiling() -> None:
     where = r"Outer\.blocks\.1: File .*test_interpreter.*odd_backward\(x\)"
     assert re.match(rf"  tests\.odd_backward\.default: {where}", first)
     assert re.match(r"  tests\.odd\.default: Outer: File .*odd\.py.*tests\.odd\(x\)", second)
-
-
-def test_decompositions_are_pytorchs_where_we_have_no_lowering() -> None:
-    graph = graph_of(lambda x: F.huber_loss(x, x * 2), (3,))
-    assert missing_lowerings(graph.module) == []

@@ -6,7 +6,8 @@ from transformers import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 import torch_shard as ts
-from tests.lowering.test_experts import OURS, TOKENS, WIDTH, check, targets
+from tests.lowering.test_experts import OURS, TOKENS, WIDTH, check
+from tests.oracles.graphs import targets_of
 from tests.oracles.steps import step_of
 
 
@@ -40,4 +41,4 @@ def test_hooked_and_other_experts_stay_as_they_are() -> None:
     hooked.experts.register_forward_hook(lambda module, args, out: out)
     other.experts.forward = lambda rows: rows
     for mixture in (hooked, other):
-        assert OURS not in targets(lambda x, mixture=mixture: mixture(x)[0], [x])
+        assert OURS not in targets_of(lambda x, mixture=mixture: mixture(x)[0], [x])

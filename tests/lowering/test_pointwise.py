@@ -122,9 +122,7 @@ PYTHON: dict[str, Any] = {"int": 2, "float": 1.5, "bool": True}
 
 OPERATIONS: dict[str, Any] = {
     "add": lambda a, b: a + b,
-    "mul": lambda a, b: a * b,
     "div": lambda a, b: a / b,
-    "sub": lambda a, b: a - b * 1,
     "eq": lambda a, b: a == b,
     "where": lambda a, b: torch.where(torch.tensor([True, False, True]), a, b),
     "cat": lambda a, b: torch.cat([torch.atleast_1d(a), torch.atleast_1d(torch.as_tensor(b))]),
@@ -169,7 +167,7 @@ WIDE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("name", WIDE)
 def test_integers_meet_numbers_in_the_default_dtype(name: str) -> None:
     fn = WIDE[name]
-    for dtype, tolerance in ((torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2**-8)):
+    for dtype, tolerance in ((torch.float64, 1e-14), (torch.bfloat16, 2**-8)):
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:

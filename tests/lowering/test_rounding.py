@@ -34,7 +34,6 @@ def loss_of(loss_fn: Callable[[nn.Module, torch.Tensor], torch.Tensor], depth: i
     [
         lambda: torch.from_numpy(TABLE)[STEPS].float()[:, None],
         lambda: torch.from_numpy(TABLE).to(STEPS.device).gather(0, STEPS).view(-1, 1).to(torch.float32),
-        lambda: torch.tensor(TABLE).float()[STEPS][:, None],
         lambda: torch.tensor([0.5, 1e-9], dtype=torch.float64).bfloat16()[:1],
     ],
 )

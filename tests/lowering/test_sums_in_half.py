@@ -18,71 +18,48 @@ def zeros(x: torch.Tensor) -> torch.Tensor:
     return torch.zeros(2, dtype=x.dtype)
 
 
+# Of operators that are lowered alike, one.
 VALUES: dict[str, Function] = {
     "sum": lambda x: x.sum(),
     "mean": lambda x: x.mean(),
-    "nansum": lambda x: x.nansum(),
     "norm": lambda x: x.norm(),
-    "norm of 1": lambda x: x.norm(1),
     "var": lambda x: x.var(),
     "logsumexp": lambda x: x.logsumexp(0),
-    "trace": lambda x: x.expand(NUM, NUM).trace(),
     "cumsum": lambda x: x.cumsum(0)[-8:],
     "logcumsumexp": lambda x: x.logcumsumexp(0)[-8:],
     "matrix product": lambda x: x[None] @ x[:, None],
     "einsum": lambda x: torch.einsum("i,i->", x, x),
     "convolution": lambda x: F.conv1d(x[None, None], torch.ones_like(x)[None, None]),
-    "avg_pool1d": lambda x: F.avg_pool1d(x[None, None], NUM),
     "avg_pool2d": lambda x: F.avg_pool2d(x.view(1, 1, 64, 64), 64),
-    "avg_pool3d": lambda x: F.avg_pool3d(x.view(1, 1, 16, 16, 16), 16),
-    "lp_pool": lambda x: F.lp_pool2d(x.view(1, 1, 64, 64), 2, 64),
-    "adaptive_avg_pool1d": lambda x: F.adaptive_avg_pool1d(x[None, None], 1),
-    "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x.view(1, 1, 64, 64), 1),
-    "adaptive_avg_pool3d": lambda x: F.adaptive_avg_pool3d(x.view(1, 1, 16, 16, 16), 1),
-    "area": lambda x: F.interpolate(x.view(1, 1, 64, 64), size=(1, 1), mode="area"),
     "scatter_add": lambda x: zeros(x).scatter_add(0, ONE_PLACE, x),
     "scatter, reduce": lambda x: zeros(x).scatter(0, ONE_PLACE, x, reduce="add"),
-    "scatter_reduce, sum": lambda x: zeros(x).scatter_reduce(0, ONE_PLACE, x, "sum"),
     "scatter_reduce, mean": lambda x: zeros(x).scatter_reduce(0, ONE_PLACE, x, "mean"),
     "index_add": lambda x: zeros(x).index_add(0, ONE_PLACE, x),
     "index_reduce": lambda x: zeros(x).index_reduce(0, ONE_PLACE, x, "mean"),
-    "index_put": lambda x: zeros(x).index_put((ONE_PLACE,), x, accumulate=True),
     "put": lambda x: zeros(x).put(ONE_PLACE, x, accumulate=True),
     "segment_reduce": lambda x: torch.segment_reduce(x, "sum", lengths=torch.tensor([NUM])),
-    "embedding_bag, sum": lambda x: F.embedding_bag(ONE_PLACE[None], x[:2, None], mode="sum"),
     "embedding_bag, mean": lambda x: F.embedding_bag(ONE_PLACE[None], x[:2, None], mode="mean"),
     "cdist": lambda x: torch.cdist(x[None], torch.zeros_like(x)[None], p=1.0),
     "pdist": lambda x: F.pdist(torch.stack([x, torch.zeros_like(x)]), p=1.0),
-    "cosine_similarity": lambda x: F.cosine_similarity(x, x.flip(0), dim=0),
     "layer_norm": lambda x: F.layer_norm(x, (NUM,))[:8],
     "rms_norm": lambda x: F.rms_norm(x, (NUM,))[:8],
     "group_norm": lambda x: F.group_norm(x.view(1, 64, 64), 1)[0, 0, :8],
     "batch_norm": lambda x: F.batch_norm(x[:, None], None, None, training=True)[:8],
-    "instance_norm": lambda x: F.instance_norm(x[None, None])[0, 0, :8],
     "softmax": lambda x: x.softmax(0)[:8],
     "log_softmax": lambda x: x.log_softmax(0)[:8],
-    "mse_loss": lambda x: F.mse_loss(x, torch.zeros_like(x)),
-    "l1_loss": lambda x: F.l1_loss(x, torch.zeros_like(x)),
-    "huber_loss": lambda x: F.huber_loss(x, torch.zeros_like(x)),
-    "kl_div": lambda x: F.kl_div(x.log(), x.square(), reduction="sum"),
     "cross_entropy": lambda x: F.cross_entropy(x[:, None].expand(NUM, 2) * torch.tensor([1, 0]), ONE_PLACE),
     "nll_loss": lambda x: F.nll_loss(x[:, None], ONE_PLACE, reduction="sum"),
     "weight_norm": lambda x: torch._weight_norm(x[None], torch.ones(1, 1, dtype=x.dtype), 0)[0, :8],
 }
 GRADIENTS: dict[str, Function] = {
-    "expand": lambda x: x[:2].expand(NUM, 2),
     "repeat": lambda x: x[:2].repeat(NUM),
-    "repeat_interleave": lambda x: x[:2].repeat_interleave(NUM),
     "gather": lambda x: x[:2].gather(0, ONE_PLACE),
     "index_select": lambda x: x[:2].index_select(0, ONE_PLACE),
-    "index": lambda x: x[:2][ONE_PLACE],
     "take": lambda x: x[:2].take(ONE_PLACE),
-    "take_along_dim": lambda x: x[:2].take_along_dim(ONE_PLACE),
     "embedding": lambda x: F.embedding(ONE_PLACE, x[:2, None]),
     "embedding_bag": lambda x: F.embedding_bag(ONE_PLACE[:, None], x[:2, None], mode="mean"),
     "cumsum": lambda x: x.cumsum(0),
     "replicate": lambda x: F.pad(x[None, None, :2], (NUM, 0), mode="replicate"),
-    "nearest": lambda x: F.interpolate(x[None, None, :2], size=NUM),
     "linear": lambda x: F.interpolate(x[None, None, :2], size=NUM, mode="linear"),
     "grid_sample": lambda x: F.grid_sample(
         x[:4].view(1, 1, 2, 2), torch.zeros(1, 64, 64, 2, dtype=x.dtype), align_corners=True
@@ -109,19 +86,14 @@ def gradient_of(fn: Function) -> Function:
 
 @pytest.mark.filterwarnings("ignore:index_reduce", "ignore:The reduce argument of torch.scatter")
 @pytest.mark.parametrize(
-    ("table", "dtype"),
-    [
-        pytest.param(VALUES, torch.bfloat16, id="values"),
-        pytest.param({name: gradient_of(fn) for name, fn in GRADIENTS.items()}, torch.bfloat16, id="gradients"),
-        pytest.param(VALUES, torch.float16, id="values in float16", marks=pytest.mark.slow),
-    ],
+    "table", [VALUES, {name: gradient_of(fn) for name, fn in GRADIENTS.items()}], ids=["values", "gradients"]
 )
-def test_sums_are_rounded_once(table: dict[str, Function], dtype: torch.dtype) -> None:
-    x = (torch.rand(NUM, generator=torch.Generator().manual_seed(0)) / 2 + 0.5).to(dtype)
+def test_sums_are_rounded_once(table: dict[str, Function]) -> None:
+    x = (torch.rand(NUM, generator=torch.Generator().manual_seed(0)) / 2 + 0.5).bfloat16()
     found, wanted = ts.jax_jit(each(table))(x), each(table)(x.double())
     apart = {name: _apart(np.asarray(found[name].jax()), value.numpy()) for name, value in wanted.items()}
     # What comes before and behind a sum is rounded too: log, square, a division.
-    assert {name: error for name, error in apart.items() if not error <= 4 * torch.finfo(dtype).eps} == {}
+    assert {name: error for name, error in apart.items() if not error <= 4 * torch.finfo(x.dtype).eps} == {}
 
 
 def _apart(found: np.ndarray, wanted: np.ndarray) -> float:

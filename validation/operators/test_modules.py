@@ -1,4 +1,4 @@
-"""The modules of torch.nn on a mesh, those that the tests have on one device alone, and all within `jax_shard_map`."""
+"""The modules of torch.nn on a mesh, those that the tests do not have there, and all within `jax_shard_map`."""
 
 from typing import Any
 
@@ -10,11 +10,12 @@ import torch_shard as ts
 from tests.lowering.test_nn import WITHOUT_ONEDNN, Tensors, assert_close, assert_equal_eager, made, parts_of, run, split
 from tests.tables.nn_table import LAYERS, MORE, Row
 from torch_shard.collectives import psum
+from validation.operators.siblings import SIBLINGS
 
 pytestmark = pytest.mark.filterwarnings(WITHOUT_ONEDNN)
 
 
-@pytest.mark.parametrize("rows", parts_of(MORE))
+@pytest.mark.parametrize("rows", parts_of(MORE + SIBLINGS))
 def test_on_a_mesh(rows: list[Row]) -> None:
     assert_equal_eager(rows, split)
 
@@ -27,7 +28,7 @@ def scaled(made_row: Any, leaves: Tensors, scale: torch.Tensor) -> torch.Tensor:
     return run(modules[-1], {n: x * scale if n in inputs else x for n, x in leaves.items()}, fixed, inputs)[0]
 
 
-@pytest.mark.parametrize("rows", parts_of(LAYERS) + parts_of(MORE))
+@pytest.mark.parametrize("rows", parts_of(LAYERS) + parts_of(MORE + SIBLINGS))
 def test_on_other_inputs_per_device(rows: list[Row]) -> None:
     """Inside jax_shard_map: parameters are the same on both devices, inputs are not."""
     each = [made(row) for row in rows]
