@@ -120,8 +120,8 @@ class Search:
                 continue
             future = Future[Measured]()
             self.running[future] = candidate
-            # A compilation cannot be ended. No process waits for a daemon's at its end.
-            threading.Thread(target=self._compile, args=(candidate, job, future), name="tune", daemon=True).start()
+            # A compilation cannot be ended, and one that ends while Python itself does would abort the process: no daemon.
+            threading.Thread(target=self._compile, args=(candidate, job, future), name="tune").start()
         return bool(self.running)
 
     def _compile(self, candidate: Candidate, job: Callable[[], Measured], future: Future[Measured]) -> None:
