@@ -120,7 +120,7 @@ class Search:
                 continue
             future = Future[Measured]()
             self.running[future] = candidate
-            # A compilation cannot be ended, and one that ends while Python itself does would abort the process: no daemon.
+            # A compilation cannot be ended. No daemon: one that ended while Python itself ends would abort the process.
             threading.Thread(target=self._compile, args=(candidate, job, future), name="tune").start()
         return bool(self.running)
 
