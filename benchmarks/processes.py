@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +55,17 @@ def isolated(
         return json.loads(result.read_text())
 
 
+def _end_with(parent: int) -> None:
+    """End this process when the one that started it is gone."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 def main() -> None:
     """The other side of `isolated`."""
     function, kwargs, result = sys.argv[1:]
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     module, name = function.split(":")
     value = getattr(importlib.import_module(module), name)(**json.loads(kwargs))
     Path(result).write_text(json.dumps(value))

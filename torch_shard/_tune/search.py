@@ -120,8 +120,8 @@ class Search:
                 continue
             future = Future[Measured]()
             self.running[future] = candidate
-            # A compilation cannot be ended. No process waits for a daemon's at its end.
-            threading.Thread(target=self._compile, args=(candidate, job, future), name="tune", daemon=True).start()
+            # A compilation cannot be ended. No daemon: one that ended while Python itself ends would abort the process.
+            threading.Thread(target=self._compile, args=(candidate, job, future), name="tune").start()
         return bool(self.running)
 
     def _compile(self, candidate: Candidate, job: Callable[[], Measured], future: Future[Measured]) -> None:

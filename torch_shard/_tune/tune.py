@@ -68,7 +68,7 @@ def tune(
         batch: The whole batch of a step, or shapes of it: tensors on the meta device, `jax.ShapeDtypeStruct`s.
         topology: Accelerators that this machine need not have, such as `"v5e:16x16"`, as `make_mesh` takes it.
         devices: Or devices of JAX. By default all that it sees.
-        minutes: For the search; what is compiling when they are over is not waited for, and ends with the process.
+        minutes: For the search. What is compiling when they are over is not waited for; the process ends after it.
         cache: A directory in which what was compiled is noted, so that the same call later is fast, or goes on. Its
             files are data, of which nothing is executed.
         measure: Whether the three best and the default are run for ten steps each, on real devices, with a model and a
