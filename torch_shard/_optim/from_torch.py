@@ -71,9 +71,8 @@ class TorchOptimizer:
         names = {id(tensor): name for name, tensor in params.items()}
         self._members = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
         self._refuse_strangers()
-        self._group_of = {
-            name: number for number, own in enumerate(self._members) for name in own if name in frozenset(trainable)
-        }
+        trained = frozenset(trainable)
+        self._group_of = {n: number for number, own in enumerate(self._members) for n in own if n in trained}
         self._adopted = optimizer.state
         self._flags = [self.rule.flags(group) for group in optimizer.param_groups]
         self._shape = self._present_shape()
