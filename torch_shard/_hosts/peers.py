@@ -11,10 +11,10 @@ import re
 import sys
 import threading
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from torch_shard._common.caller import caller
 from torch_shard._hosts.data import pack, unpack
@@ -82,7 +82,8 @@ class Peers:
         self.loop: Loop | None = None
         self.heard = time.monotonic()
         self.exit_at: tuple[float, int] | None = None
-        self._store, self._prefix = store, prefix
+        self._store: Any = store  # whose annotations have text alone, where it takes bytes
+        self._prefix = prefix
         self._judge = Judge(num, times) if rank == 0 else None
         self._number, self._one_at_a_time = 0, threading.Lock()
         self._exchange: _Exchange | None = None

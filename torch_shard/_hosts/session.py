@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from torch_shard._common.caller import caller
 from torch_shard._hosts.initialize import coordinator
@@ -70,7 +70,9 @@ def _serve(num: int, times: Times) -> tuple[TCPStore | None, dict[str, Any]]:
         host, port = server.getsockname()[:2]
         store = _store(host, port, times, master_listen_fd=server.detach(), is_master=True)
         prefix = f"torch_shard/{secrets.token_hex(16)}"
-        store.multi_set([f"{prefix}/of/{rank}" for rank in range(num)], [Status().text()] * num)
+        store.multi_set(  # pyright: ignore[reportAttributeAccessIssue]
+            [f"{prefix}/of/{rank}" for rank in range(num)], [Status().text()] * num
+        )
         store.set(f"{prefix}/news", News().text())
         return store, {"place": [host, port], "prefix": prefix}
     except Exception as error:
