@@ -194,7 +194,8 @@ def test_an_error_of_one_loader_saves_one_step_on_all():
     assert max(good.seconds, bad.seconds) < 30
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.slow
 def test_a_killed_process_ends_the_others(rank):
     """Whatever they wait for: a step, or a checkpoint of which it was to write a part."""
     ends = failing("os.kill(os.getpid(), signal.SIGKILL)", rank)
