@@ -85,11 +85,6 @@ def local_vjp(
     """Value of `fn`, and the shares that one device has in the gradients of its arguments.
 
     `jax.vjp` itself would sum them over the devices, where an argument is the same on all.
-
-    Args:
-        fn: A function of arrays that returns one array.
-        *primals: Its arguments.
-        cotangent: By default ones.
     """
     if tracked_axes():
         primals = vary_like(primals, jax.eval_shape(fn, *primals), cotangent)
@@ -134,12 +129,7 @@ def map_together(outputs: list[jax.Array], inputs: Iterable[jax.Array]) -> list[
 
 
 def into_shares(gradient: jax.Array, value: jax.Array | None = None) -> jax.Array:
-    """The gradient of a value, divided among the devices that hold the same value.
-
-    Args:
-        gradient: Of a type as JAX has it.
-        value: What it is the gradient of, where its own type does not say.
-    """
+    """The gradient of a value, divided among the devices that hold the same value."""
     kind = varying(gradient if value is None else value)
     count = math.prod(size for axis, size in tracked_axes().items() if axis not in kind)
     return gradient / count if count > 1 else gradient

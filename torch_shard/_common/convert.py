@@ -29,12 +29,7 @@ _BITS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.int16)}  # dtypes that 
 
 
 def host_array(value: torch.Tensor | ArrayLike, *, rounds: bool = False) -> np.ndarray:
-    """A CPU tensor, numpy array or Python scalar as a numpy array in the dtype that JAX will hold; it may alias.
-
-    Args:
-        value: On the host.
-        rounds: Take 64-bit floating point where JAX has 32 bits.
-    """
+    """A CPU tensor, numpy array or Python scalar as a numpy array in the dtype that JAX will hold; it may alias."""
     if isinstance(value, torch.Tensor):
         value = tensor_to_numpy(value)
     elif isinstance(value, (bool, int, float, complex)):
@@ -57,12 +52,7 @@ def _is_foreign(dtype: np.dtype) -> bool:
 
 
 def narrow(array: np.ndarray, *, rounds: bool = False) -> np.ndarray:
-    """`array` in the dtype that JAX will hold, refused where that would change a value.
-
-    Args:
-        array: Of any dtype.
-        rounds: Floating-point numbers may be rounded, though not to infinity.
-    """
+    """`array` in the dtype that JAX will hold, refused where that would change a value."""
     if array.dtype == object:  # an int that numpy has no dtype for, or a list of anything
         raise OverflowError(f"{array.tolist()!r:.99} does not fit 64 bits. Give numbers of fewer digits, or floats.")
     target = jax.dtypes.canonicalize_dtype(array.dtype)
@@ -113,15 +103,7 @@ def struct_of(value: torch.Tensor | jax.ShapeDtypeStruct | ArrayLike) -> jax.Sha
 
 
 def flatten(tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None) -> tuple[list[PyTree], object]:
-    """`jax.tree.flatten`, with an error of ours where a dict has keys that cannot be put in order.
-
-    Args:
-        tree: Any pytree.
-        is_leaf: Tells what JAX is not to look into.
-
-    Raises:
-        TypeError: There is such a dict.
-    """
+    """`jax.tree.flatten`, with an error of ours where a dict has keys that cannot be put in order."""
     try:
         return cast(tuple[list[PyTree], object], jax.tree.flatten(tree, is_leaf))
     except ValueError as error:

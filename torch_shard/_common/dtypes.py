@@ -36,22 +36,14 @@ def dtype_of_sums(dtype: np.dtype) -> np.dtype:
 
 
 def jax_dtype(dtype: torch.dtype) -> np.dtype:
-    """The dtype that JAX gives to data of a torch dtype: 64 bits become 32 unless `jax_enable_x64` is on.
-
-    Raises:
-        TypeError: JAX has no such dtype (quantised and packed ones).
-    """
+    """The dtype that JAX gives to data of a torch dtype: 64 bits become 32 unless `jax_enable_x64` is on."""
     if dtype not in _TORCH_TO_JAX:
         raise TypeError(f"{dtype} has no JAX counterpart; convert the tensor to one of {list(_TORCH_TO_JAX)}.")
     return np.dtype(jax.dtypes.canonicalize_dtype(_TORCH_TO_JAX[dtype]))
 
 
 def torch_dtype(dtype: np.dtype) -> torch.dtype:
-    """The torch dtype of a JAX dtype.
-
-    Raises:
-        TypeError: torch has no such dtype.
-    """
+    """The torch dtype of a JAX dtype."""
     found = None if jnp.issubdtype(dtype, jax.dtypes.extended) else _JAX_TO_TORCH.get(np.dtype(dtype))
     if found is None:
         raise TypeError(f"JAX dtype {dtype} has no torch counterpart; convert the array with .astype(...).")

@@ -7,12 +7,7 @@ from rich.console import Console, RenderableType
 
 
 def printed(shown: RenderableType, width: int) -> str:
-    """The text of it, without colors.
-
-    Args:
-        shown: A table, a group, or an object that rich can print.
-        width: Of a line, in characters.
-    """
+    """The text of it, without colors."""
     console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
     with console.capture() as text:
         console.print(shown)

@@ -90,10 +90,6 @@ def save_svg(picture: object, path: str | os.PathLike[str]) -> None:
     Args:
         picture: A `Picture`, or what it is as text.
         path: Of the file, which ends in `.svg`.
-
-    Raises:
-        TypeError: It is no path.
-        ValueError: Another suffix, or no file can have such a name.
     """
     path = check_file("path", path)
     if path.suffix.lower() != ".svg":

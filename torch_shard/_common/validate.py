@@ -17,17 +17,7 @@ MAX_SEED = 2**32 - 1
 
 
 def check_kind(argument: str, value: object, kind: Any, *, hint: str = "") -> None:
-    """Refuse what is of another type.
-
-    Args:
-        argument: Its name.
-        value: What was given.
-        kind: A type, or a union of types.
-        hint: What to do.
-
-    Raises:
-        TypeError: It is of another type.
-    """
+    """Refuse what is of another type."""
     if not isinstance(value, kind):
         kinds = cast(tuple[type, ...], get_args(kind) or (kind,))
         wanted = " or ".join("None" if k is NoneType else _with_article(k.__name__) for k in kinds)
@@ -44,48 +34,26 @@ def is_integer(value: object) -> bool:
 
 
 def check_count(argument: str, value: object) -> None:
-    """Refuse what is not a positive integer.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Refuse what is not a positive integer."""
     if not is_integer(value) or cast(int, value) < 1:
         raise ValueError(f"{caller()}: {argument} must be a positive integer, got {value!r}.")
 
 
 def check_number(argument: str, value: object) -> None:
-    """Refuse what is not a number of at least 0.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Refuse what is not a number of at least 0."""
     if isinstance(value, bool) or not (isinstance(value, int | float) and value >= 0):
         raise ValueError(f"{caller()}: {argument} must be a number of at least 0, got {value!r}.")
 
 
 def check_seed(value: object) -> int:
-    """Check a seed, and return it as an int.
-
-    Raises:
-        ValueError: It is not an integer of 32 bits.
-    """
+    """Check a seed, and return it as an int."""
     if not is_integer(value) or not 0 <= cast(int, value) <= MAX_SEED:
         raise ValueError(f"{caller()}: seed must be an int of 32 bits, from 0 to {MAX_SEED}, got {value!r}.")
     return int(cast(int, value))
 
 
 def check_call(argument: str, value: object, *names: str, hint: str = "") -> None:
-    """Refuse what cannot be called with so many arguments.
-
-    Args:
-        argument: Its name.
-        value: What was given.
-        *names: What it is called with, by position.
-        hint: What to do.
-
-    Raises:
-        TypeError: It is not callable, or takes other arguments.
-    """
+    """Refuse what cannot be called with so many arguments."""
     check_kind(argument, value, Callable, hint=hint)
     try:
         signature = inspect.signature(cast(Callable[..., object], value))
@@ -110,11 +78,7 @@ def _parameters(signature: inspect.Signature) -> str:
 
 
 def check_positions(argument: str, positions: object) -> tuple[int, ...]:
-    """Check positions of arguments, and return them as a tuple.
-
-    Raises:
-        TypeError: They are no integers.
-    """
+    """Check positions of arguments, and return them as a tuple."""
     found = (positions,) if is_integer(positions) else positions
     if isinstance(found, str) or not isinstance(found, Iterable) or not all(map(is_integer, cast(Any, found))):
         raise TypeError(
@@ -124,12 +88,7 @@ def check_positions(argument: str, positions: object) -> tuple[int, ...]:
 
 
 def as_positions(argument: str, positions: object, names: Sequence[str]) -> tuple[int, ...]:
-    """Positions of arguments of these names, counted from the first.
-
-    Raises:
-        TypeError: They are no integers.
-        ValueError: There are fewer arguments.
-    """
+    """Positions of arguments of these names, counted from the first."""
     found = check_positions(argument, positions)
     for position in found:
         if not -len(names) <= position < len(names):
@@ -147,9 +106,6 @@ def check_options(transform: Callable[..., object], options: Mapping[str, object
         transform: As `jax.jit`.
         options: By name.
         ours: Names of arguments that it is given by ourselves.
-
-    Raises:
-        TypeError: It does not know some of them; all are listed.
     """
     known = inspect.signature(transform).parameters
     unknown = [name for name in options if name not in known or name in ours]
@@ -161,11 +117,7 @@ def check_options(transform: Callable[..., object], options: Mapping[str, object
 
 @contextlib.contextmanager
 def named(what: str) -> Generator[None, None, None]:
-    """Let an error about a value say which one it is.
-
-    Args:
-        what: The name of the value.
-    """
+    """Let an error about a value say which one it is."""
     kinds: tuple[type[Exception], ...] = (TypeError, OverflowError, NotImplementedError)
     try:
         yield
@@ -175,13 +127,7 @@ def named(what: str) -> Generator[None, None, None]:
 
 
 def check_path(argument: str, value: object, *, hint: str = "") -> Path:
-    """Check that an argument can be the path of a file or a directory, which may be yet to be made, and return it.
-
-    Raises:
-        TypeError: It is no path.
-        ValueError: It is empty, or no file can have such a name.
-        NotADirectoryError: It lies below a file.
-    """
+    """Check that an argument can be the path of a file or a directory, which may be yet to be made, and return it."""
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"{caller()}: {argument} must be a path, got {type(value).__name__}.{hint and ' '}{hint}")
     text = os.fspath(cast(str | os.PathLike[str], value))
@@ -204,13 +150,7 @@ def check_path(argument: str, value: object, *, hint: str = "") -> Path:
 
 
 def check_directory(argument: str, value: object) -> Path:
-    """Check that an argument is the path of a directory, which may be yet to be made, and return it.
-
-    Raises:
-        TypeError: It is not a path.
-        ValueError: It is empty, or no directory can have such a name.
-        NotADirectoryError: A file is there.
-    """
+    """Check that an argument is the path of a directory, which may be yet to be made, and return it."""
     path = check_path(argument, value)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{caller()}: {argument} must be a directory, but {path} is a file. Name another one.")
@@ -218,13 +158,7 @@ def check_directory(argument: str, value: object) -> Path:
 
 
 def check_file(argument: str, value: object) -> Path:
-    """Check that an argument is the path of a file, which may be yet to be made, and return it.
-
-    Raises:
-        TypeError: It is not a path.
-        ValueError: It is empty, or no file can have such a name.
-        IsADirectoryError: A directory is there.
-    """
+    """Check that an argument is the path of a file, which may be yet to be made, and return it."""
     path = check_path(argument, value)
     if path.is_dir():
         raise IsADirectoryError(f"{caller()}: {argument} must be a file, but {path} is a directory. Name a file in it.")

@@ -17,11 +17,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def check_module(argument: str, value: nn.Module) -> nn.Module:
-    """Refuse what is not a module; gives it without wrappers.
-
-    Raises:
-        TypeError: It is of another type.
-    """
+    """Refuse what is not a module; gives it without wrappers."""
     check_kind(argument, value, nn.Module)
     return unwrapped(value)
 

@@ -47,11 +47,7 @@ class ModuleCost:
 
 
 class ModulePaths:
-    """Finds the modules of a model in the labels of a program.
-
-    Args:
-        paths: Of all modules.
-    """
+    """Finds the modules of a model in the labels of a program."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self._known = {_starred(path) for path in paths if path}

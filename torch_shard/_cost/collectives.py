@@ -36,13 +36,7 @@ class Collective:
 
 
 def collective_of(hlo: Hlo, instruction: Instruction, *, scatters: bool = False) -> Collective:
-    """What a collective moves, by the best known way: a ring.
-
-    Args:
-        hlo: The program.
-        instruction: The collective.
-        scatters: Whether each device keeps its part of an all-reduce alone: XLA's form of a reduce-scatter on TPU.
-    """
+    """What a collective moves, by the best known way: a ring."""
     size = _group_size(instruction)
     share = (size - 1) / size if size else 1.0
     given = sum(array.num_bytes for array in hlo.inputs(instruction))

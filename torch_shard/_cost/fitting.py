@@ -93,14 +93,7 @@ def compile_or_refuse(lowered: jax.stages.Lowered) -> jax.stages.Compiled | TooL
 
 @contextlib.contextmanager
 def partitioner_refusals(mesh: Mesh) -> Generator[None, None, None]:
-    """Say of a program that XLA's partitioner breaks, as its own verifier finds, what its user can do.
-
-    Args:
-        mesh: Of the program.
-
-    Raises:
-        NotImplementedError: Such a program was compiled within.
-    """
+    """Say of a program that XLA's partitioner breaks, as its own verifier finds, what its user can do."""
     try:
         yield
     except RuntimeError as error:  # JAX's

@@ -9,13 +9,7 @@ _ALIASES = ("bitcast", "copy-done", "optimization-barrier", "opt-barrier")
 
 
 def saved_bytes(text: str, backward: str = "backward", after: str = "optimizer") -> float:
-    """Bytes in one device's memory that instructions of the forward pass compute and those of the backward pass read.
-
-    Args:
-        text: Of a compiled program.
-        backward: What stands in the labels of the backward pass.
-        after: What stands in those of what follows it.
-    """
+    """Bytes of one device that instructions of the forward pass compute and those of the backward pass read."""
     hlo = Hlo(text)
     entry = hlo.computations[hlo.entry]
     parts = {i.name: i.label.split("/") for i in entry}

@@ -64,11 +64,7 @@ def costs_of(text: str) -> list[Cost]:
 
 
 class Walk:
-    """A program, instruction by instruction.
-
-    Args:
-        hlo: It.
-    """
+    """A program, instruction by instruction."""
 
     def __init__(self, hlo: Hlo) -> None:
         self.hlo, self._traffic = hlo, Traffic(hlo)

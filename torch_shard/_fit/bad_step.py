@@ -68,18 +68,9 @@ class BadStepPolicy:
     ) -> TrainState | None:
         """Wait for a step, and look at it.
 
-        Args:
-            state: After the step.
-            metrics: Of the step.
-            position: Number of batches seen, this one included.
-            began: Says where the first value that is not finite came from; it takes its time.
-
         Returns:
             The state with which the run is to stop: it has not seen the batch, which a resumed run meets again. None if
             the run goes on.
-
-        Raises:
-            BadStepError: The step was not taken, and that is to be an error.
         """
         if self.skip_grad_norm is None or not bool(metrics["guard"].skipped):
             return None

@@ -158,11 +158,7 @@ class Callback:
 
 
 def check_callbacks(callbacks: object) -> None:
-    """Refuse what is no list of callbacks.
-
-    Raises:
-        TypeError: It is something else.
-    """
+    """Refuse what is no list of callbacks."""
     check_kind("callbacks", callbacks, list | tuple, hint="Give a list of ts.Callback.")
     for each in callbacks:  # pyright: ignore[reportGeneralTypeIssues, reportUnknownVariableType]
         check_kind("callbacks", each, Callback, hint="Derive it from ts.Callback.")

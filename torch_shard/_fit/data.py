@@ -30,9 +30,6 @@ class Batches:
         seed: Each epoch draws its random numbers (the shuffling of a `DataLoader`, augmentations) from this and its
             number; torch's, NumPy's and Python's global generators are left as they were, and those that the loader
             holds (see `find_generators`).
-
-    Raises:
-        TypeError: It is none of these.
     """
 
     def __init__(self, loader: Any, *, seed: int) -> None:
@@ -196,14 +193,7 @@ def _check(argument: str, kind: str, found: dict[str, Any], step: Step) -> None:
 
 
 class Ahead:
-    """An iterator that keeps some batches on the mesh before they are asked for.
-
-    Args:
-        batches: On the host.
-        step: Which takes them.
-        size: How many to keep ready.
-        limit: How many to draw in all: one more might never come, or start the workers of another epoch.
-    """
+    """An iterator that keeps some batches on the mesh before they are asked for."""
 
     def __init__(self, batches: Iterator[PyTree], step: Step, size: int, limit: int) -> None:
         self._batches, self._step, self._size, self._left = batches, step, size, limit

@@ -139,12 +139,7 @@ def _reads_many(dataset: Any) -> bool:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Refuse what is no map-style dataset with a length.
-
-    Raises:
-        TypeError: It is something else.
-        ValueError: It has no rows.
-    """
+    """Refuse what is no map-style dataset with a length."""
     hint = "A dataset has len(dataset) and dataset[index]"
     if isinstance(dataset, DataLoader):
         raise TypeError(f"{caller()}: a DataLoader makes batches itself. Give its dataset, or leave batch_size out.")
@@ -174,9 +169,6 @@ def evaluation_rows(loader: Any, batch_size: int | None, train: Any) -> Any:
         loader: What was given.
         batch_size: What was given for datasets.
         train: The training data, as `as_rows` gives it.
-
-    Raises:
-        ValueError: Its items are neither.
     """
     is_plain = isinstance(loader, Sequence | torch.Tensor) and len(loader) > 0
     if not is_plain or batch_size is None or not isinstance(train, Rows):
@@ -195,12 +187,6 @@ def evaluation_rows(loader: Any, batch_size: int | None, train: Any) -> Any:
 
 def as_rows(argument: str, loader: Any, batch_size: int | None, *, shuffle: bool) -> Any:
     """What was given as a loader: a dataset as its `Rows`, anything else as it is.
-
-    Args:
-        argument: Its name.
-        loader: What was given.
-        batch_size: What was given for datasets.
-        shuffle: Whether those are shuffled.
 
     Raises:
         TypeError: It is no dataset, and there is a `batch_size` for it.
@@ -222,16 +208,7 @@ def as_rows(argument: str, loader: Any, batch_size: int | None, *, shuffle: bool
 
 
 class TrainingRows:
-    """A function from a position to the batches from there on, epoch after epoch, as long as they are asked for.
-
-    Args:
-        rows: Of the whole data, the same in every process.
-        step: Which takes the batches.
-        seed: Of the order, and of what rows draw.
-
-    Raises:
-        ValueError: Batches do not divide over the mesh, rows do not suffice for one, or processes have other data.
-    """
+    """A function from a position to the batches from there on, epoch after epoch, as long as they are asked for."""
 
     def __init__(self, rows: Rows, step: Step, *, seed: int) -> None:
         self._rows, self._seed, self._own = rows, seed, HostRows.of(step.layout)
@@ -263,15 +240,7 @@ class TrainingRows:
 
 
 class EvaluationRows:
-    """The batches of an evaluation, each time; what does not divide over the mesh is read whole by all processes.
-
-    Args:
-        rows: Of the whole data, the same in every process.
-        step: Which takes the batches.
-
-    Raises:
-        ValueError: Processes have other data.
-    """
+    """The batches of an evaluation, each time; what does not divide over the mesh is read whole by all processes."""
 
     def __init__(self, rows: Rows, step: Step) -> None:
         own = HostRows.of(step.layout)

@@ -19,13 +19,7 @@ _UNKNOWN = "Where it began is not known"
 
 
 def first_non_finite(step: TrainStep, placed: ShardedBatch, state: TrainState) -> str:
-    """Say where the first value that is not finite came from, or that it is not known; one sentence.
-
-    Args:
-        step: That was not taken.
-        placed: Its batch.
-        state: As it was before the step.
-    """
+    """Say where the first value that is not finite came from, or that it is not known; one sentence."""
     work = sum(p.numel() for p in step.model.parameters()) * sum(math.prod(array.shape) for array in placed.arrays)
     if jax.process_count() > 1 or work > _MOST_WORK:
         return f"{_UNKNOWN}: repeating the batch in eager torch would take long"
@@ -40,14 +34,7 @@ def first_non_finite(step: TrainStep, placed: ShardedBatch, state: TrainState) -
 
 
 def explained(step: TrainStep, placed: ShardedBatch, state: TrainState, directory: Path | None) -> str:
-    """Say all that `find_nan` does, and keep the batch.
-
-    Args:
-        step: That was not taken.
-        placed: Its batch.
-        state: As it was before the step.
-        directory: Where the batch goes; None for nowhere.
-    """
+    """Say all that `find_nan` does, and keep the batch."""
     kept = ""
     if directory is not None:
         path = save_bad_batch(step, placed, directory)

@@ -22,12 +22,7 @@ _GLOBAL = (random, np.random, torch.default_generator)
 
 
 class Streams:
-    """Within a `with`, the generators go on where the last one left off; outside they are as they were.
-
-    Args:
-        held: Generators of the loader.
-        seed: Of all of them.
-    """
+    """Within a `with`, the generators go on where the last one left off; outside they are as they were."""
 
     def __init__(self, held: list[Any], seed: np.random.SeedSequence) -> None:
         self._all: list[Any] = [*_GLOBAL, *held]

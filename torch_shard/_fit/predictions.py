@@ -30,9 +30,6 @@ class Predictions:
 
     Attributes:
         step: It gives them.
-
-    Raises:
-        TypeError: One of the two is missing, or of the wrong kind.
     """
 
     def __init__(self, step: TrainStep, predict: object, compute: object) -> None:
@@ -64,12 +61,7 @@ class Predictions:
             self._compute.update(*(found if isinstance(found, tuple | list) else (found,)))
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of all of them.
-
-        Raises:
-            TypeError: They are not named numbers.
-            ValueError: Predictions of two batches differ in more than their rows.
-        """
+        """The metrics of all of them."""
         found = self._compute.compute() if is_metric(self._compute) else self._compute(self._all())
         if isinstance(found, torch.Tensor) and is_metric(self._compute):
             found = {type(self._compute).__name__: found}

@@ -31,9 +31,6 @@ class MetricsLog:
         directory: Made if it is missing.
         start: The number of batches that the run has seen. What was written about later ones, by a run that did not
             come to save them, is taken back.
-
-    Raises:
-        OSError: It cannot be written to.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, start: int) -> None:
@@ -103,13 +100,7 @@ def _amount(placed: ShardedBatch) -> tuple[str, int]:
 
 
 class Bar:
-    """A progress bar with the latest numbers, within a `with`; where there is no terminal, a line every ten seconds.
-
-    Args:
-        show: Whether to show it, or the console to show it on.
-        start: Number of batches seen.
-        steps: Number of batches in all.
-    """
+    """A progress bar with the latest numbers, within a `with`; where there is no terminal, a line every ten seconds."""
 
     def __init__(self, show: bool | Console, start: int, steps: int) -> None:
         whole = Column(no_wrap=True)

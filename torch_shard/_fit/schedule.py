@@ -32,12 +32,7 @@ class Schedule:
 
     @classmethod
     def of(cls, step: TrainStep, scheduler: Any, by: str | None, *, epoch: int | None, evaluates: bool) -> "Schedule":
-        """Check what `fit` was given.
-
-        Raises:
-            TypeError: It is not a scheduler of torch.
-            ValueError: It is of another optimizer, or cannot be stepped so.
-        """
+        """Check what `fit` was given."""
         check_kind("scheduler", scheduler, LRScheduler | None, hint="torch.optim.lr_scheduler has them.")
         check_kind("schedule_by", by, str | None, hint='"step", "epoch" or the name of a metric.')
         if scheduler is None:
@@ -103,11 +98,7 @@ class Schedule:
             scheduler.step()
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Step a scheduler that goes by a metric.
-
-        Raises:
-            ValueError: The evaluation does not have it.
-        """
+        """Step a scheduler that goes by a metric."""
         if self.scheduler is None or self.by in ("step", "epoch"):
             return
         if self.by not in metrics:
@@ -135,11 +126,7 @@ class Schedule:
 
 
 def _stands(scheduler: Any) -> int:
-    """How many steps a scheduler has taken.
-
-    Raises:
-        TypeError: It does not say so.
-    """
+    """How many steps a scheduler has taken."""
     found = getattr(scheduler, "last_epoch", None)
     inner = getattr(scheduler, "_schedulers", None)  # of ChainedScheduler, all of which are stepped together
     if found is None and inner:
@@ -153,13 +140,7 @@ def _stands(scheduler: Any) -> int:
 
 
 def _take_numbers(optimizer: object, kept: Sequence[Mapping[str, Any]], *, warns: bool) -> None:
-    """Give the groups of an optimizer the numbers that they had, as `optimizer.load_state_dict` does.
-
-    Args:
-        optimizer: Of torch, or none of its.
-        kept: The numbers of each group.
-        warns: Whether to say so where a script has others now, and no scheduler that changes them.
-    """
+    """Give the groups of an optimizer the numbers that they had, as `optimizer.load_state_dict` does."""
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
     for number, (group, own) in enumerate(zip(groups, kept, strict=False)):
         taken = {name: _like(group.get(name), value) for name, value in own.items()}

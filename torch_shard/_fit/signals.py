@@ -19,9 +19,6 @@ class StopRequest:
     In another thread than the main one, where Python gives no signals, nothing changes. Of several processes all stop
     at the same step, whichever got the signal.
 
-    Args:
-        gate: Of several processes: over which they stop.
-
     Attributes:
         received: The first signal that came, or None.
     """
@@ -51,25 +48,13 @@ class StopRequest:
         self._before = {}
 
     def may_run(self, position: int) -> bool:
-        """Tell whether the step from this position is to be taken.
-
-        Raises:
-            PeerError: Another process has failed.
-        """
+        """Tell whether the step from this position is to be taken."""
         if self._gate is None:
             return self.received is None
         return not _preempted(position) and self._gate.may_run(position)
 
     def behind(self, position: int, error: Exception) -> int | None:
-        """Let all processes stop because of an error in this one, and say how many steps it is behind the farthest.
-
-        Args:
-            position: Number of steps that it has taken.
-            error: What the others are told.
-
-        Returns:
-            None if they do not stop at one step.
-        """
+        """Let all processes stop because of an error in this one, and say how many steps it is behind the farthest."""
         at = position if self._gate is None else self._gate.stop(position, describe(error))
         return None if at is None else at - position
 
@@ -80,9 +65,6 @@ class StopRequest:
 
     def leave(self, position: int) -> None:
         """Leave as the signal would have had it, now that all is saved.
-
-        Args:
-            position: Number of steps that were taken.
 
         Raises:
             KeyboardInterrupt: For `SIGINT`.

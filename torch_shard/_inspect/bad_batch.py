@@ -31,10 +31,6 @@ def read_bad_batch(directory: Path, like: PyTree) -> PyTree:
     Args:
         directory: Where `fit(on_bad_step="explain")` has kept it.
         like: A batch of the same structure.
-
-    Raises:
-        FileNotFoundError: There is none.
-        ValueError: It has other leaves, or is damaged.
     """
     path = directory / BAD_BATCH
     if not path.is_file():

@@ -169,13 +169,7 @@ def find_nan(step: TrainStep, state: TrainState, batch: PyTree) -> NanReport:
 
 
 def replay(step: TrainStep, state: TrainState, placed: ShardedBatch) -> NanReport:
-    """Look for the place in eager torch alone; `loss` is that of eager torch.
-
-    Args:
-        step: That was not finite.
-        state: As it was before the step.
-        placed: The batch of the step.
-    """
+    """Look for the place in eager torch alone; `loss` is that of eager torch."""
     found = _replay(Replay(step, state, placed))
     dtype = step.options.compute_dtype
     if found.place in ("forward", "backward") and dtype is not None:

@@ -129,11 +129,7 @@ def _owner(devices: tuple[Device, ...]) -> str:
 
 
 def make_grids(entries: Iterable[DrawnArray]) -> tuple[Grid, ...]:
-    """One grid for all entries with the same devices in the same places by the same mesh and spec.
-
-    Raises:
-        ValueError: An entry has more shards than can be drawn, or its sharding does not fit its shape.
-    """
+    """One grid for all entries with the same devices in the same places by the same mesh and spec."""
     alike: dict[Hashable, list[DrawnArray]] = {}
     for entry in entries:
         alike.setdefault(entry.layout, []).append(entry)

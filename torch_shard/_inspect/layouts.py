@@ -42,11 +42,7 @@ class Layout:
     accumulate_steps: int = 1
 
     def plan_for(self, model: torch.nn.Module) -> ShardingPlan:
-        """The plan of a model.
-
-        Raises:
-            ValueError: The recipe does not fit the model.
-        """
+        """The plan of a model."""
         if isinstance(self.plan, ShardingPlan):
             return self.plan
         with quietly():
@@ -112,10 +108,6 @@ def layouts_of(plans: PyTree, meshes: PyTree, batch_spec: PartitionSpec | None) 
         plans: As `ts.prove` takes them.
         meshes: As `ts.prove` takes them.
         batch_spec: For all of them.
-
-    Raises:
-        TypeError: They are of the wrong kind.
-        ValueError: A name is none of the usual, or plans of the user's own come without a mesh.
     """
     chosen = _plans(plans)
     if meshes is None:

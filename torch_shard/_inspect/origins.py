@@ -78,12 +78,7 @@ class ModuleValue:
 
 
 class Origins(TorchFunctionMode):
-    """Follows values that are not finite through the calls of torch, and through their derivatives.
-
-    Args:
-        model: In eager torch; its parameters and buffers are inputs.
-        batch: Tensors of the microbatch by their paths.
-    """
+    """Follows values that are not finite through the calls of torch, and through their derivatives."""
 
     def __init__(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
         super().__init__()

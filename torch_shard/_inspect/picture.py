@@ -18,12 +18,7 @@ HEADING, NAME, PLAIN, PART = 15.0, 13.0, 12.0, 11.0
 
 
 def paint(heading: str, grids: Iterable[Grid]) -> str:
-    """Paint grids as panels, side by side as far as they fit.
-
-    Args:
-        heading: Above all; may be empty.
-        grids: In their order.
-    """
+    """Paint grids as panels, side by side as far as they fit."""
     picture, x, y = Picture(), MARGIN, MARGIN
     if heading:
         picture.text(heading, x, y + LINE / 2, size=HEADING, style="text bold")

@@ -128,11 +128,7 @@ def prove(
 
 
 def _runs(training: Training, layouts: Sequence[Layout]) -> list[Run | Exception]:
-    """Train under each layout, or say why it does not fit.
-
-    Raises:
-        ValueError: None fits, or another error of the first.
-    """
+    """Train under each layout, or say why it does not fit."""
     runs = list[Run | Exception]()
     for layout in layouts:
         try:

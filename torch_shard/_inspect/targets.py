@@ -56,11 +56,7 @@ TINY: Hub = {
 
 
 def _of_hub(models: Hub, name: str) -> torch.nn.Module:
-    """A model with random values.
-
-    Raises:
-        ImportError: transformers is not installed.
-    """
+    """A model with random values."""
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
@@ -107,9 +103,6 @@ def find_step(target: str, mesh: Mesh, remat: Remat | int | None = None) -> tupl
             is called with the mesh and returns a step and a batch; or the name of an example.
         mesh: The devices.
         remat: What the backward pass computes again, where the target is no function; None for its default.
-
-    Raises:
-        ValueError: It is none of these, or lacks something.
     """
     if target in EXAMPLES:
         return _example(target, mesh, remat)
@@ -124,15 +117,7 @@ def find_step(target: str, mesh: Mesh, remat: Remat | int | None = None) -> tupl
 
 
 def read_file(path: Path, needed: Sequence[str]) -> Mapping[str, Any]:
-    """What a Python file defines.
-
-    Args:
-        path: Of the file, which is run.
-        needed: Names that it has to define.
-
-    Raises:
-        ValueError: There is none, or it lacks some.
-    """
+    """What a Python file defines."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}.")
     found: Mapping[str, Any] = runpy.run_path(str(path))
@@ -146,10 +131,6 @@ def find_proved(target: str) -> tuple[torch.nn.Module, LossFn, PyTree]:
 
     Args:
         target: A Python file that defines `model`, `loss_fn` and `batch`; or the name of a small model.
-
-    Raises:
-        ValueError: It is neither, or lacks something.
-        ImportError: The small model needs a library.
     """
     if target in TINY:
         return tiny(target)

@@ -96,12 +96,7 @@ class Run:
 
 
 def check_optimizers(optimizer: object, torch_optimizer: object, default: Optimizers) -> Optimizers:
-    """Both optimizers, or the default ones.
-
-    Raises:
-        TypeError: One is of the wrong kind.
-        ValueError: One is given without the other.
-    """
+    """Both optimizers, or the default ones."""
     if (optimizer is None) != (torch_optimizer is None):
         raise ValueError(f"{caller()}: give optimizer and torch_optimizer both, for the same rule, or neither.")
     if optimizer is None:

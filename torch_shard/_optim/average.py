@@ -33,11 +33,7 @@ class AverageState(NamedTuple):
 
 
 def check_average(decay: object) -> None:
-    """Refuse what is no decay.
-
-    Raises:
-        ValueError: It is not a number from 0 to 1.
-    """
+    """Refuse what is no decay."""
     if decay is not None and not (isinstance(decay, int | float) and not isinstance(decay, bool) and 0 <= decay < 1):
         raise ValueError(
             f"{caller()}: ema must be the decay of the average, at least 0 and less than 1, such as 0.999, "
@@ -46,12 +42,7 @@ def check_average(decay: object) -> None:
 
 
 def with_average(optimizer: Any, decay: float) -> optax.GradientTransformationExtraArgs:
-    """The same optimizer, which also keeps `ema = decay * ema + (1 - decay) * parameter`, from the first values on.
-
-    Args:
-        optimizer: Of optax.
-        decay: At least 0 and less than 1.
-    """
+    """The same optimizer, which also keeps `ema = decay * ema + (1 - decay) * parameter`, from the first values on."""
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: PyTree) -> AverageState:
@@ -87,15 +78,7 @@ def average_of(opt_state: PyTree) -> Mapping[str, jax.Array]:
 def average_unchanged(
     before: PyTree, after: PyTree, params: Mapping[str, jax.Array], names: Sequence[str], decay: float
 ) -> PyTree:
-    """The state after an update, where these parameters have stayed as they were whatever the optimizer made of them.
-
-    Args:
-        before: The state before the update.
-        after: The state after it.
-        params: Before the update.
-        names: Of parameters that are not updated.
-        decay: Of the average.
-    """
+    """The state after an update, where these parameters stay as they were whatever the optimizer made of them."""
     held = {n: _average(average_of(before)[n], params[n], decay) for n in names if n in average_of(before)}
     if isinstance(after, AverageState):
         return after._replace(ema={**after.ema, **held})

@@ -16,12 +16,7 @@ T = TypeVar("T")
 
 
 def check_clipping(max_norm: object, max_value: object) -> None:
-    """Refuse limits that are not positive numbers, and two of them.
-
-    Raises:
-        TypeError: A limit is not a number.
-        ValueError: A limit is not positive, or both are given.
-    """
+    """Refuse limits that are not positive numbers, and two of them."""
     for name, value in (("clip_grad_norm", max_norm), ("clip_grad_value", max_value)):
         if value is None:
             continue
@@ -48,14 +43,7 @@ def clip_in_torch(grads: Iterable[torch.nn.Parameter], *, max_norm: float | None
 
 
 def clipped(grads: T, norm: jax.Array, *, max_norm: float | None, max_value: float | None) -> T:
-    """Gradients within the limits.
-
-    Args:
-        grads: Of all parameters.
-        norm: Their global L2 norm, float scalar.
-        max_norm: They are scaled so that it is at most this; None leaves them.
-        max_value: Each entry is clamped to at most this; None leaves them.
-    """
+    """Gradients within the limits."""
     if max_norm is not None:
         scale = jnp.minimum(max_norm / (norm + 1e-6), 1.0)
         return jax.tree.map(lambda grad: grad * scale.astype(grad.real.dtype), grads)

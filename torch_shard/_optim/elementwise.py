@@ -35,14 +35,7 @@ def works_by_element(
     others: tuple[PyTree, ...],
     shapes: Mapping[tuple[int, ...], tuple[int, ...]],
 ) -> bool:
-    """Tell whether a function does the same to each element, whichever of two shapes its arrays have.
-
-    Args:
-        fn: A function of pytrees that JAX can trace.
-        args: Its arguments.
-        others: The same, of which some arrays have other shapes.
-        shapes: For each shape that differs, the other one; results that differ must do so alike.
-    """
+    """Tell whether a function does the same to each element, whichever of two shapes its arrays have."""
     try:
         traces = [jax.make_jaxpr(fn)(*jax.tree.map(_struct, given)) for given in (args, others)]
     except Exception:  # it asks for the shapes; what else is wrong, the call itself says

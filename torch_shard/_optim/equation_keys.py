@@ -25,10 +25,6 @@ class EqnKey:
     """Keys of equations, each part compared by structure; what has none is compared by identity.
 
     The jaxprs that it is asked about must outlive it.
-
-    Args:
-        params: What of an equation's parameters counts; by default all.
-        types: What of a type counts.
     """
 
     def __init__(

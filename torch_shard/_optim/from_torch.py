@@ -51,11 +51,6 @@ class TorchOptimizer:
         params: The parameters of the model by name.
         trainable: The names of those that are trained.
         ema: Keeps an average of the parameters with this decay too.
-
-    Raises:
-        TypeError: It is of another class.
-        ValueError: It has parameters that the model has not.
-        NotImplementedError: It has step hooks.
     """
 
     def __init__(
@@ -104,11 +99,7 @@ class TorchOptimizer:
             )
 
     def refuse_replaced(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Refuse parameters that are not the model's any more.
-
-        Raises:
-            ValueError: The model has others under these names.
-        """
+        """Refuse parameters that are not the model's any more."""
         pairs = zip(self.optimizer.param_groups, self._members, strict=True)
         found = [n for group, names in pairs for p, n in zip(group["params"], names, strict=True) if params[n] is not p]
         if found:
@@ -119,11 +110,7 @@ class TorchOptimizer:
             )
 
     def refuse_others(self, others: set[str], label: str) -> None:
-        """Refuse parameters that the step does not train.
-
-        Raises:
-            ValueError: Some are in a parameter group.
-        """
+        """Refuse parameters that the step does not train."""
         if found := [name for members in self._members for name in members if name in others]:
             raise ValueError(
                 f"{caller()}: the optimizer has parameters that trainable={label!r} leaves out: "
@@ -141,10 +128,6 @@ class TorchOptimizer:
 
     def refuse_loaded(self, state: TorchOptState, values: Mapping[str, torch.Tensor]) -> None:
         """Refuse a state that was loaded into the optimizer in torch, and is not that of the run.
-
-        Args:
-            state: Of the run.
-            values: The parameters by name.
 
         Raises:
             ValueError: `optimizer.load_state_dict` was called, with other moments than these.
@@ -172,9 +155,6 @@ class TorchOptimizer:
 
     def read(self) -> dict[str, float]:
         """Read the numbers of the parameter groups into `inputs`.
-
-        Returns:
-            At the 1st, 2nd, 4th, 8th, ... call the numbers by name, for processes to compare: no time in the long run.
 
         Raises:
             ValueError: A group, its parameters or its flags have changed.
@@ -281,11 +261,7 @@ class TorchOptimizer:
         return self.load(values)
 
     def load(self, values: Mapping[str, Any]) -> TorchOptState | None:
-        """The state that the optimizer has in torch, by the names of parameters; None if it has not stepped.
-
-        Args:
-            values: Shapes of the parameters by name.
-        """
+        """The state that the optimizer has in torch, by the names of parameters; None if it has not stepped."""
         found = self._in_torch()
         if not any(found.values()):
             return None
@@ -325,14 +301,7 @@ class TorchOptimizer:
         state: TorchOptState,
         clip: Callable[[list[torch.nn.Parameter]], None],
     ) -> dict[str, jax.Array]:
-        """What torch's own optimizer makes of these parameters, in one step from a state.
-
-        Args:
-            params: By name.
-            grads: By name.
-            state: Before the step.
-            clip: Is given the parameters, with their gradients, before the step.
-        """
+        """What torch's own optimizer makes of these parameters, in one step from a state."""
         copies = {name: torch.nn.Parameter(to_host(array)) for name, array in params.items()}
         groups = [
             {**group, "params": [copies[name] for name in members if name in copies]}

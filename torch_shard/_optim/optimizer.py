@@ -28,10 +28,6 @@ def in_optimizer(function: str) -> Generator[None, None, None]:
 
     Args:
         function: `init` or `update`, which is called within.
-
-    Raises:
-        TypeError: It raised one: an argument of the optimiser is of the wrong kind, perhaps.
-        ValueError: It raised anything else.
     """
     try:
         yield

@@ -168,15 +168,7 @@ class RowProgram:
             operation.run()
 
     def add(self, jaxpr: Jaxpr, inputs: Iterable[RowSlot]) -> list[RowSlot]:
-        """Take in a jaxpr.
-
-        Args:
-            jaxpr: It must outlive the program.
-            inputs: Where its constants and inputs are found.
-
-        Returns:
-            Where its outputs will be found.
-        """
+        """Take in a jaxpr."""
         slots = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
         chains = _find_chains(jaxpr)
         for eqn in jaxpr.eqns:

@@ -157,13 +157,7 @@ def numbers_of(loss: ArrayLike | torch.Tensor, metrics: Mapping[str, PyTree]) ->
 
 
 def differences(reference: Sequence[Values], one: Sequence[Values] | None, mesh: Sequence[Values]) -> list[Difference]:
-    """Each value beside its reference; of several steps the worst.
-
-    Args:
-        reference: At each step.
-        one: On one device; None where that is the reference.
-        mesh: On the mesh.
-    """
+    """Each value beside its reference; of several steps the worst."""
 
     def apart(key: tuple[str, str], found: Sequence[Values]) -> float:
         return max(_apart(key, r, v) for r, v in zip(reference, found, strict=True))
@@ -203,12 +197,7 @@ def told_apart(
 
 
 def repeated_in_float64(widen: Callable[[], _S], repeat: Callable[[_S], _T]) -> _T | None:
-    """What something gives in float64; None if the loss cannot be computed so.
-
-    Args:
-        widen: Gives the model and the batches, in torch, before 64 bits are enabled.
-        repeat: Is given them where 64 bits are enabled.
-    """
+    """What something gives in float64; None if the loss cannot be computed so."""
     try:
         wide = widen()
         with jax.enable_x64(True):

@@ -27,14 +27,6 @@ class CompileCache:
 
     Programs of several CPU devices are compiled anew, also where JAX is set to a cache: what XLA:CPU (jaxlib 0.10.2)
     reads back has lost the order of its collectives, and devices that begin with different ones wait forever.
-
-    Args:
-        directory: Made if it is missing; None for no cache but the one that JAX may be set to.
-        mesh: Of the programs.
-
-    Raises:
-        TypeError: It is not a path.
-        ValueError: It cannot be written to.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, mesh: Mesh) -> None:

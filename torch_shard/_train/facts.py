@@ -35,11 +35,7 @@ SMALL = 1 << 20
 
 
 def agree_on_values(held: Holdings, plan: ResolvedPlan, *, seed: int, opt_state: PyTree) -> None:
-    """Compare what a run begins with: initial values, plan, mesh, optimiser, versions.
-
-    Raises:
-        ProcessMismatchError: In every process, if any of it differs.
-    """
+    """Compare what a run begins with: initial values, plan, mesh, optimiser, versions."""
     if not is_shared(plan.mesh):
         return
     facts = {**_setting(plan), **_shapes(held.all), "seed": seed, **_structs(opt_state), **_values(held.all)}
@@ -49,15 +45,7 @@ def agree_on_values(held: Holdings, plan: ResolvedPlan, *, seed: int, opt_state:
 
 
 def agree_on_numbers(numbers: Mapping[str, float], mesh: Mesh) -> None:
-    """Compare the numbers of an optimizer's parameter groups.
-
-    Args:
-        numbers: By name; empty where they need not be compared.
-        mesh: Of the step.
-
-    Raises:
-        ProcessMismatchError: In every process, if any of them differs.
-    """
+    """Compare the numbers of an optimizer's parameter groups."""
     if numbers and is_shared(mesh):
         compare("the numbers of the optimizer", numbers, advice=lambda name: _OF_NUMBERS)
 
@@ -129,12 +117,7 @@ def _digest_of(value: Any) -> bytes:
 
 
 class FirstRows:
-    """Digests of the first batch of each signature, which all processes must give alike.
-
-    Args:
-        mesh: Of the step.
-        local: Each process gives rows of its own instead, which are compared where they are put.
-    """
+    """Digests of the first batch of each signature, which all processes must give alike."""
 
     def __init__(self, mesh: Mesh, *, local: bool) -> None:
         self._is_shared, self._local = is_shared(mesh), local
@@ -163,19 +146,7 @@ def agree_on_program(
     closure: Sequence[torch.Tensor],
     lowered: jax.stages.Lowered,
 ) -> None:
-    """Compare a program that is to be compiled, and what it is given first.
-
-    Args:
-        key: What it is for.
-        plan: Of the step.
-        first_rows: Of the batches so far.
-        state: That it is given.
-        closure: What the loss closes over.
-        lowered: The program.
-
-    Raises:
-        ProcessMismatchError: In every process, if any of it differs; of programs, it shows the first line that does.
-    """
+    """Compare a program that is to be compiled, and what it is given first."""
     signature = key.signature
     facts: dict[str, object] = {
         "the structure of the batch": digest(repr((str(signature.tree), len(signature.leaves))).encode()),

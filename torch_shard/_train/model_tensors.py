@@ -21,13 +21,7 @@ _WRITTEN = (
 
 
 class ModelTensors:
-    """The parameters and buffers of a model, with the values that they have when this is made.
-
-    Args:
-        caller: The public function whose name errors begin with.
-        model: The model.
-        held: Its tensors.
-    """
+    """The parameters and buffers of a model, with the values that they have when this is made."""
 
     def __init__(self, caller: str, model: torch.nn.Module, held: Holdings) -> None:
         self._caller, self._model, self._held = caller, model, held
@@ -36,11 +30,7 @@ class ModelTensors:
         self._entries = Entries(model, held)
 
     def present(self) -> Holdings:
-        """The tensors that the model has now, which may stand where others of their shapes stood.
-
-        Raises:
-            ValueError: They differ from these in more than their values.
-        """
+        """The tensors that the model has now, which may stand where others of their shapes stood."""
         held = holdings(self._model)
         kinds = [
             [(name, t.shape, t.dtype, name in of.trainable) for name, t in of.all.items()] for of in (self._held, held)

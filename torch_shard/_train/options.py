@@ -45,12 +45,7 @@ def _in_use(plan: ResolvedPlan, name: str, rows: Sequence[str]) -> PartitionSpec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Every option of a step, checked when it is made.
-
-    Raises:
-        TypeError: An option is of the wrong kind.
-        ValueError: An option has no such value.
-    """
+    """Every option of a step, checked when it is made."""
 
     mesh: Mesh
     plan: ShardingPlan
@@ -122,12 +117,7 @@ class StepOptions:
         return Precision(self.compute_dtype, self.mixed_precision or "params")
 
     def clip(self, grads: T, norm: jax.Array) -> T:
-        """Gradients as the optimizer is given them.
-
-        Args:
-            grads: Of all parameters.
-            norm: Their global L2 norm.
-        """
+        """Gradients as the optimizer is given them."""
         return clipped(grads, norm, max_norm=self.clip_grad_norm, max_value=self.clip_grad_value)
 
     @property
@@ -179,13 +169,7 @@ class StepOptions:
         return BatchLayout(self.mesh, self.batch_spec, self.plan.context, rows=self.plan.rows)
 
     def layers(self, plan: ResolvedPlan, moments: ResolvedPlan, names: list[str]) -> LayerOptions:
-        """Give what concerns repeated layers, for a model with entries of these names.
-
-        Args:
-            plan: The plan, resolved for the model.
-            moments: That of the optimiser's state, which may be the same.
-            names: Of its parameters and buffers.
-        """
+        """Give what concerns repeated layers, for a model with entries of these names."""
         both = [(name, *(found.entries[name] for found in (plan, moments))) for name in names]
         specs = [(name, PartitionSpec(*own.padded_spec, *moment.padded_spec)) for name, own, moment in both]
         cuts = tuple((name, kept.cut) for name, kept in plan.kept.items() if kept.cut is not None)

@@ -52,17 +52,7 @@ class _BatchPlacement:
 
 
 class Placer:
-    """Puts the batches of a step onto the mesh.
-
-    Args:
-        layout: How they lie there.
-        microbatches: Into which they are split.
-        must_divide: Refuse what does not divide over the mesh; else it goes whole to each device.
-        local: Each process gives the rows of its own devices alone.
-
-    Raises:
-        ValueError: Processes cannot give rows so on this mesh.
-    """
+    """Puts the batches of a step onto the mesh."""
 
     def __init__(self, layout: BatchLayout, microbatches: Microbatches, *, must_divide: bool, local: bool) -> None:
         self._layout, self._microbatches, self._must_divide, self._local = layout, microbatches, must_divide, local
@@ -76,11 +66,7 @@ class Placer:
         return LocalLayout(self._layout)
 
     def put(self, batch: PyTree, *, only_shapes: bool = False) -> ShardedBatch:
-        """Put a batch on the mesh; with `only_shapes`, the structs that it would be there.
-
-        Raises:
-            ValueError: It does not divide over the mesh, or the processes do not give one batch together.
-        """
+        """Put a batch on the mesh; with `only_shapes`, the structs that it would be there."""
         given = batch if isinstance(batch, HostBatch) else HostBatch(batch, self._local)
         leaves, signature = flatten_batch(given.batch)
         if self._must_divide:  # as in training
@@ -123,11 +109,7 @@ class Placer:
         return key not in self._placements or self._num_local.bit_count() == 1
 
     def _whole(self, own: BatchSignature, paths: list[str]) -> BatchSignature:
-        """Signature of the whole of a batch of which this process has a part.
-
-        Raises:
-            ValueError: Its leaves have different numbers of rows.
-        """
+        """Signature of the whole of a batch of which this process has a part."""
         shapes = {path: spec.shape for path, spec in zip(paths, own.specs, strict=True) if spec.shape}
         if len({shape[0] for shape in shapes.values()}) > 1 and self._own.rows.num_blocks > 1:
             listed = "\n".join(f"  {path} {shape}: {shape[0]} rows" for path, shape in shapes.items())

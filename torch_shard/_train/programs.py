@@ -109,25 +109,13 @@ def _difference(was: object, now: object) -> str:
 
 
 class Causes:
-    """Counts the programs that were needed anew for the same reason, so that nobody pays for many without knowing.
-
-    Args:
-        who: The public function that errors begin with.
-    """
+    """Counts the programs that were needed anew for the same reason, so that nobody pays for many without knowing."""
 
     def __init__(self, who: str) -> None:
         self._who, self._found = who, dict[str, list[str]]()
 
     def note(self, cause: str | Mismatch, num_calls: int) -> None:
-        """Note why a program is needed anew.
-
-        Args:
-            cause: What has changed.
-            num_calls: How often the program before was run: one that has run often has paid for itself.
-
-        Raises:
-            NotImplementedError: It is the eighth one in a row for this reason.
-        """
+        """Note why a program is needed anew."""
         found = self._found.setdefault(cause if isinstance(cause, str) else cause.place, [])
         if num_calls > PAID_OFF:
             found.clear()
@@ -233,29 +221,17 @@ class StepProgram:
 
     @property
     def num_flops(self) -> float:
-        """Floating-point operations of the products of one run, on one device; of a loop, of all its iterations.
-
-        Raises:
-            ValueError: The program has not run yet.
-        """
+        """Floating-point operations of the products of one run, on one device; of a loop, of all its iterations."""
         return sum(cost.flops for cost in costs_of(self.compiled.as_text() or ""))
 
     @property
     def memory(self) -> ProgramMemory:
-        """Bytes that one device holds while it runs.
-
-        Raises:
-            ValueError: The program has not run yet.
-        """
+        """Bytes that one device holds while it runs."""
         return memory_of_program(self.compiled, self._platform)
 
     @property
     def compiled(self) -> jax.stages.Compiled:
-        """JAX's own compiled program, compiled once more to be looked at.
-
-        Raises:
-            ValueError: The program has not run yet.
-        """
+        """JAX's own compiled program, compiled once more to be looked at."""
         if self._structs is None:
             raise ValueError("step.programs: the program has not run yet. Call the step, or use step.lower.")
         return self.lower(*self._structs).compile()

@@ -31,13 +31,6 @@ class Replay:
 
     Gradients add up in `model`, and its buffers go from one microbatch to the next, as in the step. Every process must
     make one, and gets all of the values.
-
-    Args:
-        step: To be repeated.
-        state: Before the step; it is only read.
-        placed: The batch of the step.
-        precision: In which to repeat it; by default as the step computes.
-        model: On the CPU, with the values to begin with; by default those of the state.
     """
 
     def __init__(
@@ -104,12 +97,7 @@ class MicrobatchRun:
 
 
 class ModuleCalls:
-    """Follows the modules of a model while they run: which one is running, and what each returns.
-
-    Args:
-        model: Whose modules have names; others go by their class.
-        left: Called with the name of a module, its class and the tensors that it returns.
-    """
+    """Follows the modules of a model while they run: which one is running, and what each returns."""
 
     def __init__(self, model: nn.Module, left: Callable[[str, str, list[torch.Tensor]], None]) -> None:
         named = cast(Iterable[tuple[str, nn.Module]], model.named_modules())

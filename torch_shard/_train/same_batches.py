@@ -31,15 +31,7 @@ class _Leaf:
 
 
 def compare_given(rows: HostRows, leaves: Mapping[str, PyTree]) -> None:
-    """Compare what this process gives with what the others give; every process must call this.
-
-    Args:
-        rows: Which are whose.
-        leaves: The leaves of the batch, by path; with values or shapes alone.
-
-    Raises:
-        ValueError: Shapes or scalars differ between processes, or rows between those that have the same ones.
-    """
+    """Compare what this process gives with what the others give; every process must call this."""
     mine = {path: _describe(leaf) for path, leaf in leaves.items()}
     parts = {path: dataclasses.astuple(leaf) for path, leaf in mine.items()}
     try:

@@ -87,9 +87,6 @@ class StepStats:
 
         Args:
             path: Of the picture, which ends in `.svg`.
-
-        Raises:
-            ValueError: Another suffix.
         """
         save_svg(_draw(self.rows), path)
 

@@ -32,19 +32,9 @@ from torch_shard._train.options import StepOptions
 class Update:
     """An optimizer, and how it updates the parameters that a step trains.
 
-    Args:
-        optimizer: Of torch, or an optax transformation.
-        held: The tensors of the model.
-        trained: The names of those that the step trains; None for all that require gradients.
-        options: Of the step.
-
     Attributes:
         optimizer: As it was given; of optax, with the average that `ema` asks for.
         inputs: Tensors whose values a program is given at each call.
-
-    Raises:
-        TypeError: It is not an optimizer.
-        ValueError: It has parameters that are not trained.
     """
 
     def __init__(self, optimizer: object, held: Holdings, trained: frozenset[str] | None, options: StepOptions) -> None:
@@ -89,21 +79,13 @@ class Update:
             self._torch.note_step()
 
     def average(self, opt_state: PyTree) -> Mapping[str, jax.Array]:
-        """The averages of the parameters, by name.
-
-        Raises:
-            ValueError: None are kept.
-        """
+        """The averages of the parameters, by name."""
         if self._options.ema is None:
             raise ValueError("averaged: the step keeps no averages. Make it with ema=0.999, or what decay you want.")
         return average_of(opt_state)
 
     def state_dict(self, opt_state: PyTree) -> dict[str, Any]:
-        """The state as torch has it.
-
-        Raises:
-            TypeError: The optimizer is of optax.
-        """
+        """The state as torch has it."""
         if self._torch is None:
             raise TypeError(
                 "export_optimizer: the step was made with an optax transformation, whose state is state.opt_state. "
@@ -153,14 +135,7 @@ class Update:
     def by_name(
         self, opt_state: PyTree, grads: Mapping[str, jax.Array], params: Mapping[str, jax.Array], loss: jax.Array
     ) -> dict[str, jax.Array]:
-        """The parameters after one update, as torch's own optimizer or optax makes them, an entry at a time.
-
-        Args:
-            opt_state: Before it.
-            grads: As the loss gives them.
-            params: The trained parameters.
-            loss: Of the batch.
-        """
+        """The parameters after one update, as torch's own optimizer or optax makes them, an entry at a time."""
         options = self._options
         if self._torch is not None:
             clip = functools.partial(clip_in_torch, max_norm=options.clip_grad_norm, max_value=options.clip_grad_value)

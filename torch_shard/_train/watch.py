@@ -10,15 +10,7 @@ from torch_shard._state import global_norm
 
 
 def watched_modules(globs: Iterable[str], params: Iterable[str]) -> dict[str, list[str]]:
-    """The parameters of each module that is watched.
-
-    Args:
-        globs: Names or globs of modules; a module has the parameters of all within it.
-        params: Names of the parameters that the step trains.
-
-    Raises:
-        ValueError: A glob finds no module with trained parameters.
-    """
+    """The parameters of each module that is watched."""
     within: dict[str, list[str]] = {}
     for name in params:
         parts = name.split(".")[:-1]
@@ -39,13 +31,7 @@ def watched_modules(globs: Iterable[str], params: Iterable[str]) -> dict[str, li
 def norms_of(
     modules: Mapping[str, list[str]], grads: Mapping[str, jax.Array], change: Callable[[str], jax.Array]
 ) -> dict[str, jax.Array]:
-    """`grad_norm/MODULE` and `update_norm/MODULE`, L2 norms as scalars.
-
-    Args:
-        modules: The parameters of each.
-        grads: Before clipping.
-        change: Of a parameter by its name, what the update adds to it.
-    """
+    """`grad_norm/MODULE` and `update_norm/MODULE`, L2 norms as scalars."""
     found: dict[str, jax.Array] = {}
     for module, names in modules.items():
         found[f"grad_norm/{module}"] = global_norm([grads[name] for name in names])

@@ -28,9 +28,6 @@ class Contents:
 
     PyTorch counts what its own operators write, but not what is written through `.data` or by NumPy. So a sample of
     the memory of the tensor is compared as well.
-
-    Args:
-        tensor: On any device; on others than the CPU, PyTorch's count alone is compared.
     """
 
     __slots__ = ("_pointer", "_sample", "_version", "_words")
@@ -75,12 +72,7 @@ def is_in_state(tensor: torch.Tensor, array: jax.Array) -> bool:
 
 
 class Entries:
-    """The parameters and buffers of a model, as they are when this is made.
-
-    Args:
-        model: Any module.
-        held: Its tensors.
-    """
+    """The parameters and buffers of a model, as they are when this is made."""
 
     def __init__(self, model: torch.nn.Module, held: Holdings) -> None:
         self._names = {id(tensor): name for name, tensor in held.all.items()}

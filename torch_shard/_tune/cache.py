@@ -48,12 +48,7 @@ class Measured:
 
 
 class Cache:
-    """A directory of what is known, or none.
-
-    Args:
-        directory: Made if it is missing; None keeps nothing.
-        about: What all of it depends on.
-    """
+    """A directory of what is known, or none."""
 
     def __init__(self, directory: Path | None, about: Mapping[str, object]) -> None:
         self._directory, self._about = directory, [FORMAT, versions(), about]

@@ -93,12 +93,7 @@ class Candidate:
         return f"({mesh}) {self.recipe}, remat={self.remat}, {'in loops' if self.in_loops else 'one by one'}"
 
     def options(self, model: nn.Module, mesh: Mesh) -> dict[str, Any]:
-        """Keyword arguments of `make_train_step`.
-
-        Args:
-            model: Whose names the plan has.
-            mesh: With these axes.
-        """
+        """Keyword arguments of `make_train_step`."""
         recipe = RECIPES[self.recipe]
         made: dict[str, Any] = {"mesh": mesh, "remat": self.remat, "scan_layers": self.scan_layers}
         with quietly():
@@ -132,14 +127,7 @@ def families(num_devices: int, *, has_experts: bool, has_spec: bool) -> Iterator
 def variants(
     family: Candidate, loops: Sequence[bool], *, auto_is_loop: bool, fixed: Mapping[str, Any]
 ) -> Iterator[Candidate]:
-    """The ways in which the layers of a family may run, that of the default first.
-
-    Args:
-        family: A mesh and a recipe.
-        loops: Whether layers run in loops; never, if none are alike.
-        auto_is_loop: Whether they do where nobody says it, and nothing is computed again.
-        fixed: Options that the user gave.
-    """
+    """The ways in which the layers of a family may run, that of the default first."""
     remats = (fixed["remat"],) if "remat" in fixed else ("none", "dots", "block") if True in loops else ("none",)
     for remat, in_loops in itertools.product(remats, loops):
         if in_loops and remat == "none" and not auto_is_loop and len(loops) > 1:

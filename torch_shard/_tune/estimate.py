@@ -157,15 +157,7 @@ class Estimate:
 
 
 def estimate(candidate: Candidate, plan: ResolvedPlan, moments: ResolvedPlan, facts: Facts, *, chip: Chip) -> Estimate:
-    """Estimate what a candidate takes.
-
-    Args:
-        candidate: Which one.
-        plan: Its plan.
-        moments: That of the optimizer's state.
-        facts: What the step does.
-        chip: The devices.
-    """
+    """Estimate what a candidate takes."""
     width, remat, shards = candidate.sizes.get("model", 1), str(candidate.remat), candidate.data_shards
     sizes = {name: math.prod(plan.entries[name].shape) for name in facts.trainable}
     split = sum(size for name, size in sizes.items() if "model" in axes_of(plan.entries[name].padded_spec))

@@ -18,14 +18,7 @@ BEST, STEPS = 3, 10
 def measured_choices(
     tuning: Tuning, make: Callable[[Choice], TrainStep], batch: PyTree, *, default: Candidate
 ) -> Tuning:
-    """Run the best choices and the default, and order them by the clock.
-
-    Args:
-        tuning: With devices that can run.
-        make: Makes the step of a choice.
-        batch: With values.
-        default: What they have to beat.
-    """
+    """Run the best choices and the default, and order them by the clock."""
     best = [c for c in tuning.choices if c in tuning.choices[:BEST] or c.candidate == default]
     fitting = [choice for choice in best if tuning.limit is None or choice.memory <= tuning.limit]
     ran = [dataclasses.replace(choice, measured=_seconds(make(choice), batch)) for choice in fitting]

@@ -48,11 +48,7 @@ class Search:
         self.interrupted = False
 
     def run(self) -> None:
-        """Compile until the time is over, nothing promising is left, or the user interrupts.
-
-        Raises:
-            KeyboardInterrupt: Before anything was compiled.
-        """
+        """Compile until the time is over, nothing promising is left, or the user interrupts."""
         for candidate in self.estimates:
             if (known := self.cache.read(candidate)) is not None:
                 self._take(candidate, known)

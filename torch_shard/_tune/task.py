@@ -39,9 +39,6 @@ class Task:
         batch: As `tune` takes it.
         devices: In the order of their numbers.
         options: That the user gave.
-
-    Raises:
-        ValueError: The batch divides over no mesh, or parameters and moments fit nowhere.
     """
 
     def __init__(
