@@ -5,7 +5,7 @@ from torch_shard._plans.from_accelerate import from_accelerate
 from torch_shard._plans.from_dtensor import from_dtensor
 from torch_shard._plans.from_hf import from_hf
 from torch_shard._plans.from_logical import from_logical
-from torch_shard._plans.layers import experts_of, is_table, layers_of, product_of
+from torch_shard._plans.layers import experts_of, layers_of
 from torch_shard._plans.pipeline import pipeline
 from torch_shard._plans.recipes import expert, fsdp, fsdp_tp, hsdp, replicated, tp
 
@@ -19,10 +19,8 @@ __all__ = [
     "fsdp",
     "fsdp_tp",
     "hsdp",
-    "is_table",
     "layers_of",
     "pipeline",
-    "product_of",
     "quietly",
     "replicated",
     "tp",

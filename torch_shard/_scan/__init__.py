@@ -2,7 +2,6 @@
 
 from torch_shard._scan.bundles import Bundle, GraphInput, graph_inputs, names_of
 from torch_shard._scan.capture import (
-    FEW,
     REMAT,
     CapturedLayers,
     LayerOptions,
@@ -22,7 +21,6 @@ from torch_shard._scan.siblings import Siblings, stack_layout
 from torch_shard._scan.stages import find_stages
 
 __all__ = [
-    "FEW",
     "REMAT",
     "Bundle",
     "Call",
