@@ -76,6 +76,16 @@ def test_a_process_that_is_silent_has_failed() -> None:
     assert "process 1 will not come: no sign of life" in job.judge.refused[1]
 
 
+def test_a_process_that_its_neighbours_miss_has_died_unless_it_has_ended() -> None:
+    job = Job(3)
+    job.go_on()
+    job.say(2, over=("ended", "it came to its end"))
+    job.say(0, misses=[1, 2])
+    job.go_on()
+    assert job.judge.news.failed == {"1": "it has died (killed, or out of memory?) (last seen at its beginning)"}
+    assert job.judge.news.ended == {"2": "it came to its end"}
+
+
 def test_silence_is_not_of_others_where_this_host_stood_still() -> None:
     job = Job(2)
     job.go_on()

@@ -9,11 +9,13 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 from torch.distributed import TCPStore
 
 from tests.oracles.processes import run_alone
 from torch_shard._hosts.judge import News, Status
+from torch_shard._hosts.neighbours import Neighbours
 from torch_shard._hosts.peers import PeerError, Peers
 from torch_shard._hosts.stopping import Gate
 from torch_shard._hosts.times import Times
@@ -31,7 +33,8 @@ def a_job(num: int, times: Times = TIMES) -> Iterator[list[Peers]]:
     held = store_of(0, is_master=True)
     held.multi_set([f"job/of/{rank}" for rank in range(num)], [Status().text()] * num)
     held.set("job/news", News().text())
-    found = [Peers(store_of(held.port) if rank else held, "job", rank, num, times) for rank in range(num)]
+    alone = [Neighbours(np.zeros((num, 4), np.uint32), rank) for rank in range(num)]  # threads die with their process
+    found = [Peers(store_of(held.port) if rank else held, "job", alone[rank], times) for rank in range(num)]
     try:
         yield found
     finally:

@@ -13,6 +13,9 @@ from torch_shard._hosts.times import Times
 
 logger = logging.getLogger(__name__)
 
+DIED = "it has died (killed, or out of memory?)"
+"""What is said of a process that is gone without a word."""
+
 
 @dataclasses.dataclass
 class Status:
@@ -26,6 +29,7 @@ class Status:
         over: "failed" or "ended", and why: it is not to be waited for any more.
         asks: Loops that it asks to stop, and why.
         stands: How far it is in loops that are to stop; None for one that it is not in.
+        misses: Processes of its host that do not run any more.
     """
 
     count: int = 0
@@ -35,6 +39,7 @@ class Status:
     over: tuple[str, str] | None = None
     asks: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
     stands: dict[str, int | None] = dataclasses.field(default_factory=dict[str, int | None])
+    misses: list[int] = dataclasses.field(default_factory=list[int])
 
     def text(self) -> str:
         """As JSON."""
@@ -124,6 +129,8 @@ class Judge:
                 self._is_over(rank, *status.over, status)
             elif now - self._heard[rank] > self._times.silent:
                 self._is_over(rank, "failed", silent_for(self._times.silent), status)
+        for rank in {missed for status in statuses for missed in status.misses}:
+            self._is_over(rank, "failed", DIED, statuses[rank])
         self._seen = list(statuses)
         self._judge_stops()
         self._judge_waits(now)

@@ -19,6 +19,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torch_shard._common.caller import caller
 from torch_shard._hosts.data import pack, unpack
 from torch_shard._hosts.judge import Judge, News, Status, standing, waits_in
+from torch_shard._hosts.neighbours import Neighbours
 from torch_shard._hosts.times import Times
 
 STATUS = 75
@@ -72,8 +73,8 @@ class Peers:
         exit_at: When it is ended, where its end is hopeless, and with which status.
     """
 
-    def __init__(self, store: TCPStore, prefix: str, rank: int, num: int, times: Times) -> None:
-        self.rank, self.num, self.times = rank, num, times
+    def __init__(self, store: TCPStore, prefix: str, neighbours: Neighbours, times: Times) -> None:
+        self.rank, self.num, self.times = neighbours.rank, neighbours.num, times
         self.status, self.patience = Status(), times.wait
         self.failure: tuple[int, str] | None = None
         self.ended: dict[int, str] = {}
@@ -83,8 +84,8 @@ class Peers:
         self.heard = time.monotonic()
         self.exit_at: tuple[float, int] | None = None
         self._store: Any = store  # whose annotations have text alone, where it takes bytes
-        self._prefix = prefix
-        self._judge = Judge(num, times) if rank == 0 else None
+        self._prefix, self._neighbours = prefix, neighbours
+        self._judge = Judge(self.num, times) if self.rank == 0 else None
         self._number, self._one_at_a_time = 0, threading.Lock()
         self._exchange: _Exchange | None = None
         self._awake, self._is_new, self._over_is_said = threading.Event(), True, False
@@ -189,6 +190,7 @@ class Peers:
         if self.loop is not None and self.loop.wanted is not None:
             self.ask_stop(self.loop.number, self.loop.wanted)
         self.status.count += 1
+        self.status.misses = self._neighbours.gone()
         is_over = self.status.over is not None
         self._store.set(self._key("of", self.rank), self.status.text())
         if self._judge is None:

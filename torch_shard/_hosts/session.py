@@ -18,6 +18,7 @@ from torch_shard._common.caller import caller
 from torch_shard._hosts.initialize import coordinator
 from torch_shard._hosts.interfaces import listen
 from torch_shard._hosts.judge import News, Status
+from torch_shard._hosts.neighbours import Neighbours, identity
 from torch_shard._hosts.peers import Peers, describe
 from torch_shard._hosts.times import Times
 from torch_shard._hosts.watch import watch
@@ -45,15 +46,16 @@ def _meet() -> Peers:
         raise RuntimeError(f"{caller()}: process 0 cannot listen for the other processes: {told['error']}")
     host, port = told["place"]
     store, fault = (store, "") if rank == 0 else _reach(host, port, times)
-    reached = multihost_utils.process_allgather(np.array(store is not None))
-    if store is None or not reached.all():
-        missing = [process for process, came in enumerate(reached.tolist()) if not came]
+    own = np.array([store is not None, *identity()], np.uint32)
+    everywhere = np.asarray(multihost_utils.process_allgather(own))
+    if store is None or not everywhere[:, 0].all():
+        missing = np.flatnonzero(everywhere[:, 0] == 0).tolist()
         raise RuntimeError(
             f"{caller()}: processes {missing} do not reach process 0, over which the processes of a job agree, at "
             f"{host} port {port}{fault}. Let the hosts of a job reach each other's ports, as PyTorch's and JAX's own "
             "coordinators need it too. If process 0 has another address for them, set TORCH_SHARD_HOST to it there."
         )
-    found = Peers(store, told["prefix"], rank, num, times)
+    found = Peers(store, told["prefix"], Neighbours(everywhere[:, 1:], rank), times)
     watch(found)
     atexit.register(found.leave)
     os.register_at_fork(after_in_child=functools.partial(_forget, found))
