@@ -222,7 +222,7 @@ class Peers:
     def _carry(self) -> bool:
         """Bring what this process gives, and take what all give if it is there; whether it waits for that."""
         own = self._exchange
-        if own is None:
+        if own is None or own.is_done.is_set():
             return False
         place = "exchange", own.number
         if not own.is_given:
@@ -233,7 +233,6 @@ class Peers:
         if not self._store.check([self._key(*place, "all")]):
             return True
         own.answer = self._store.get(self._key(*place, "all"))
-        self._exchange = None
         if self._store.add(self._key(*place, "read"), 1) == self.num:
             for part in (*range(self.num), "came", "all", "read"):
                 self._store.delete_key(self._key(*place, part))

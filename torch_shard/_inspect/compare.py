@@ -75,10 +75,8 @@ def compare_batches(
     run, alone = training.on(mesh, plan, batch_spec), training.on(_one_of(mesh), plan, batch_spec)
     random = run.step.draws_random
     reference = alone.values if random else run.in_torch()
-    rows, tolerance = (
-        differences(reference, None if random else alone.values, run.values),
-        ROUNDING.get(training.dtype, 1e-4),
-    )
+    rows = differences(reference, None if random else alone.values, run.values)
+    tolerance = ROUNDING.get(training.dtype, 1e-4)
     if not random and training.dtype == torch.float32:
         again = lambda wide: compare_batches(wide, mesh, plan, batch_spec).rows  # noqa: E731
         rows = told_apart(rows, tolerance, run.in_float64, again)
