@@ -22,6 +22,7 @@ from torch.fx import has_side_effect
 
 from torch_shard._capture import as_captured, hold, outside_capture
 from torch_shard._common.axes import into_shares, sum_shares, tracked_axes, vary, vjp_of_chosen
+from torch_shard._common.captured_op import captured_op
 from torch_shard._common.dtypes import captured_dtype, jax_dtype
 from torch_shard._common.fx import args_of
 from torch_shard._common.overrides import rewrites
@@ -107,32 +108,17 @@ _FUNCTIONS: weakref.WeakValueDictionary[int, "_Called | KnownFunction"] = weakre
 """By the number in the graph; each is held by the capture under way, and then by the nodes of the graph."""
 
 
-@torch.library.custom_op("torch_shard::call", mutates_args=())
-def _call_op(handle: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    raise NotImplementedError("only captured, never run")
-
-
-@_call_op.register_fake
+@captured_op("torch_shard::call")
 def _call_shapes(handle: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in _FUNCTIONS[handle].results]
 
 
-@torch.library.custom_op("torch_shard::call_for_effect", mutates_args=())
-def _effect_op(handle: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    raise NotImplementedError("only captured, never run")
-
-
-_effect_op.register_fake(_call_shapes)
+captured_op("torch_shard::call_for_effect")(_call_shapes)
 
 has_side_effect(torch.ops.torch_shard.call_for_effect.default)  # dead code to nobody
 
 
-@torch.library.custom_op("torch_shard::draw_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
-def _draw_seed(like: torch.Tensor) -> torch.Tensor:
-    raise NotImplementedError("only captured, never run")
-
-
-@_draw_seed.register_fake
+@captured_op("torch_shard::draw_seed", tags=(torch.Tag.nondeterministic_seeded,))
 def _seed_shape(like: torch.Tensor) -> torch.Tensor:
     return torch.empty((2,), dtype=torch.uint32, device="cpu")
 

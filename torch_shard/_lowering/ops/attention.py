@@ -25,6 +25,7 @@ import torch.nn.functional as F
 
 from torch_shard._capture import Seen, annotated, autocast_only, seen_through
 from torch_shard._common.autocast_policy import LOWER
+from torch_shard._common.captured_op import captured_op
 from torch_shard._common.overrides import instead_of, is_plain, is_transformed
 from torch_shard._lowering.ops.attention_blocks import LONG, in_blocks, in_blocks_backward
 from torch_shard._lowering.ops.attention_context import Weights, context_for
@@ -43,8 +44,8 @@ WHY = "attention"
 """Under this name the notes of nodes say why attention keeps PyTorch's own form."""
 
 
-@torch.library.custom_op("torch_shard::attention", mutates_args=())
-def _attention(
+@captured_op("torch_shard::attention")
+def _attention_shapes(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -57,19 +58,12 @@ def _attention(
     sinks: list[torch.Tensor],
     bias: list[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    raise NotImplementedError("only captured, never run")
-
-
-@_attention.register_fake
-def _attention_shapes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object
-) -> tuple[torch.Tensor, torch.Tensor]:
     of_total = torch.float64 if q.dtype is torch.float64 else torch.float32
     return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=of_total)
 
 
-@torch.library.custom_op("torch_shard::attention_backward", mutates_args=())
-def _backward(
+@captured_op("torch_shard::attention_backward")
+def _backward_shapes(
     grad: torch.Tensor,
     saved: list[torch.Tensor],
     segments: list[torch.Tensor],
@@ -81,13 +75,8 @@ def _backward(
     sinks: list[torch.Tensor],
     bias: list[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    raise NotImplementedError("only captured, never run")
-
-
-@_backward.register_fake
-def _backward_shapes(grad: torch.Tensor, saved: list[torch.Tensor], *args: Any) -> tuple[torch.Tensor, ...]:
     q, k, v = map(torch.empty_like, saved[:3])
-    of_sinks, of_bias = (x[0] if x and x[0].is_floating_point() else q.new_empty(0) for x in args[-2:])
+    of_sinks, of_bias = (x[0] if x and x[0].is_floating_point() else q.new_empty(0) for x in (sinks, bias))
     return q, k, v, torch.empty_like(of_sinks), torch.empty_like(of_bias)
 
 

@@ -9,6 +9,7 @@ import jax
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from torch_shard._common.captured_op import captured_op
 from torch_shard._common.pieces import InPieces
 from torch_shard._lowering.ops.registry import lowers
 from torch_shard._lowering.rows import RowSplit, current_rows, merged
@@ -18,12 +19,7 @@ _FREE = True
 """Written for `PartitionSpec.UNCONSTRAINED`, which no text stands for."""
 
 
-@torch.library.custom_op("torch_shard::constrained", mutates_args=())
-def _constrained(x: torch.Tensor, spec: str, gathered: str = "") -> torch.Tensor:
-    raise NotImplementedError("only captured, never run")
-
-
-@_constrained.register_fake
+@captured_op("torch_shard::constrained")
 def _alike(x: torch.Tensor, spec: str, gathered: str = "") -> torch.Tensor:
     return torch.empty_like(x)
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torch_shard._common.axes import manual_axes
 from torch_shard._common.caller import caller
+from torch_shard._common.captured_op import captured_op
 from torch_shard._lowering.ops.registry import lowers
 from torch_shard._lowering.rows import current_rows
 from torch_shard._sharding import Context, constrain_in_steps
@@ -24,12 +25,7 @@ SPLIT, WHOLE = "split", "whole"
 """How the sequence lies: over the axis of the context, or whole on each device."""
 
 
-@torch.library.custom_op("torch_shard::laid", mutates_args=())
-def _laid(x: torch.Tensor, sequence: str) -> torch.Tensor:
-    raise NotImplementedError("only captured, never run")
-
-
-@_laid.register_fake
+@captured_op("torch_shard::laid")
 def _alike(x: torch.Tensor, sequence: str) -> torch.Tensor:
     return torch.empty_like(x)
 

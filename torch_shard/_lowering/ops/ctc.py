@@ -11,26 +11,20 @@ import jax.numpy as jnp
 import torch
 
 from torch_shard._common.axes import local_vjp, vary_like
+from torch_shard._common.captured_op import captured_op
 from torch_shard._common.overrides import instead_of
 from torch_shard._lowering.ops.registry import lowers
 
 
-@torch.library.custom_op("torch_shard::ctc", mutates_args=())
-def _ctc(
-    logp: torch.Tensor, targets: torch.Tensor, steps: torch.Tensor, num_labels: torch.Tensor, blank: int
-) -> torch.Tensor:
-    raise NotImplementedError("only captured, never run")
-
-
-@_ctc.register_fake
+@captured_op("torch_shard::ctc")
 def _ctc_shape(
     logp: torch.Tensor, targets: torch.Tensor, steps: torch.Tensor, num_labels: torch.Tensor, blank: int
 ) -> torch.Tensor:
     return logp.new_empty(logp.shape[1])
 
 
-@torch.library.custom_op("torch_shard::ctc_backward", mutates_args=())
-def _ctc_backward(
+@captured_op("torch_shard::ctc_backward")
+def _ctc_backward_shape(
     grad: torch.Tensor,
     logp: torch.Tensor,
     targets: torch.Tensor,
@@ -38,11 +32,6 @@ def _ctc_backward(
     num_labels: torch.Tensor,
     blank: int,
 ) -> torch.Tensor:
-    raise NotImplementedError("only captured, never run")
-
-
-@_ctc_backward.register_fake
-def _ctc_backward_shape(grad: torch.Tensor, logp: torch.Tensor, *_: object) -> torch.Tensor:
     return torch.empty_like(logp)
 
 

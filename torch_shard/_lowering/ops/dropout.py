@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from jax.extend.random import threefry2x32_p
 
+from torch_shard._common.captured_op import captured_op
 from torch_shard._lowering.ops.registry import lowers
 
 aten = torch.ops.aten
@@ -32,22 +33,12 @@ _PIECES, _LONGEST = 4, 128
 """Pieces of a group, and rows of the longest: those of a block of attention."""
 
 
-@torch.library.custom_op("torch_shard::seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
-def _seed() -> torch.Tensor:
-    raise NotImplementedError("only captured, never run")
-
-
-@_seed.register_fake
+@captured_op("torch_shard::seed", tags=(torch.Tag.nondeterministic_seeded,))
 def _two_words() -> torch.Tensor:
     return torch.empty(2, dtype=torch.int32)
 
 
-@torch.library.custom_op("torch_shard::kept", mutates_args=())
-def _kept(seed: torch.Tensor, shape: list[int], dropout: float) -> torch.Tensor:
-    raise NotImplementedError("only captured, never run")
-
-
-@_kept.register_fake
+@captured_op("torch_shard::kept")
 def _booleans(seed: torch.Tensor, shape: list[int], dropout: float) -> torch.Tensor:
     return seed.new_empty(shape, dtype=torch.bool)
 

@@ -28,6 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torch import nn
 
 from torch_shard._common.axes import manual_axes
+from torch_shard._common.captured_op import captured_op
 from torch_shard._common.overrides import instead_of_attribute, is_transformed
 from torch_shard._common.pieces import InPieces, whole
 from torch_shard._lowering.ops.expert_blocks import Gate, experts_backward, experts_forward, sort_slots
@@ -41,8 +42,8 @@ About = tuple[str, tuple[float, ...], bool, bool]
 Forward = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-@torch.library.custom_op("torch_shard::experts", mutates_args=())
-def _experts(
+@captured_op("torch_shard::experts")
+def _shape(
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
@@ -52,16 +53,11 @@ def _experts(
     interleaved: bool,
     transposed: bool,
 ) -> torch.Tensor:
-    raise NotImplementedError("only captured, never run")
-
-
-@_experts.register_fake
-def _shape(x: torch.Tensor, *_: object) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("torch_shard::experts_backward", mutates_args=())
-def _backward(
+@captured_op("torch_shard::experts_backward")
+def _backward_shapes(
     grad: torch.Tensor,
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -71,18 +67,6 @@ def _backward(
     numbers: list[float],
     interleaved: bool,
     transposed: bool,
-) -> list[torch.Tensor]:
-    raise NotImplementedError("only captured, never run")
-
-
-@_backward.register_fake
-def _backward_shapes(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    matrices: list[torch.Tensor],
-    *_: object,
 ) -> list[torch.Tensor]:
     return [given.new_empty(given.shape) for given in (x, weights, *matrices)]
 

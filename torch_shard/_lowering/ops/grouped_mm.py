@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from torch_shard._common.captured_op import captured_op
 from torch_shard._common.dtypes import jax_dtype
 from torch_shard._common.overrides import instead_of, instead_of_operator
 from torch_shard._lowering.ops.registry import lowers
@@ -15,12 +16,7 @@ aten = torch.ops.aten
 _FUNCTION: Any = vars(torch)["_grouped_mm"]  # behind torch.nn.functional.grouped_mm
 
 
-@torch.library.custom_op("torch_shard::grouped_mm", mutates_args=())
-def _grouped_mm(x: torch.Tensor, y: torch.Tensor, offs: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    raise NotImplementedError("only captured, never run")
-
-
-@_grouped_mm.register_fake
+@captured_op("torch_shard::grouped_mm")
 def _grouped_shape(x: torch.Tensor, y: torch.Tensor, offs: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     groups = () if offs is None or (x.ndim, y.ndim) != (2, 2) else (len(offs),)
     batch = (len(x),) if x.ndim == y.ndim == 3 else ()

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import torch
 from torch.fx import Node
 
+from torch_shard._common.captured_op import captured_op
 from torch_shard._common.dtypes import jax_dtype
 from torch_shard._common.fx import args_of, dtype_of, new_before, shape_of
 from torch_shard._common.overrides import rewrites
@@ -18,20 +19,7 @@ from torch_shard._lowering.ops.registry import lowers
 aten = torch.ops.aten
 
 
-@torch.library.custom_op("torch_shard::cross_entropy", mutates_args=())
-def _cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    rows: list[int],
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    raise NotImplementedError("only captured, never run")
-
-
-@_cross_entropy.register_fake
+@captured_op("torch_shard::cross_entropy")
 def _loss_shapes(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -45,8 +33,8 @@ def _loss_shapes(
     return logits.new_empty(shape, dtype=dtype), logits.new_empty((), dtype=dtype)
 
 
-@torch.library.custom_op("torch_shard::cross_entropy_backward", mutates_args=())
-def _cross_entropy_backward(
+@captured_op("torch_shard::cross_entropy_backward")
+def _logits_shape(
     grad: torch.Tensor,
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -56,11 +44,6 @@ def _cross_entropy_backward(
     rows: list[int],
     total_weight: torch.Tensor,
 ) -> torch.Tensor:
-    raise NotImplementedError("only captured, never run")
-
-
-@_cross_entropy_backward.register_fake
-def _logits_shape(grad: torch.Tensor, logits: torch.Tensor, *_: object) -> torch.Tensor:
     return torch.empty_like(logits)
 
 

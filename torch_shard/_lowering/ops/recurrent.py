@@ -19,6 +19,7 @@ from torch.utils import _pytree as torch_pytree
 from torch_shard._capture import autocast_only
 from torch_shard._common.autocast_policy import LOWER
 from torch_shard._common.axes import vary_like
+from torch_shard._common.captured_op import captured_op
 from torch_shard._common.overrides import instead_of, is_plain
 from torch_shard._common.types import PyTree
 from torch_shard._lowering.ops.packed import Lengths
@@ -33,33 +34,14 @@ Mask = torch.Tensor | None
 """Which steps there are, (T, B), of padded sequences: a state passes the others as it is."""
 
 
-@torch.library.custom_op("torch_shard::recurrence", mutates_args=())
-def _recurrence(kind: str, gates: torch.Tensor, state: Tensors, weights: Tensors, reverse: bool, mask: Mask) -> Tensors:
-    raise NotImplementedError("only captured, never run")
-
-
-@_recurrence.register_fake
+@captured_op("torch_shard::recurrence")
 def _recurrence_shapes(
     kind: str, gates: torch.Tensor, state: Tensors, weights: Tensors, reverse: bool, mask: Mask
 ) -> Tensors:
     return [gates.new_empty(len(gates), *s.shape) for s in state]
 
 
-@torch.library.custom_op("torch_shard::recurrence_backward", mutates_args=())
-def _backward(
-    kind: str,
-    gates: torch.Tensor,
-    state: Tensors,
-    weights: Tensors,
-    reverse: bool,
-    mask: Mask,
-    outputs: Tensors,
-    grads: Tensors,
-) -> Tensors:
-    raise NotImplementedError("only captured, never run")
-
-
-@_backward.register_fake
+@captured_op("torch_shard::recurrence_backward")
 def _backward_shapes(
     kind: str,
     gates: torch.Tensor,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import torch
 from torch.fx import Node
 
+from torch_shard._common.captured_op import captured_op
 from torch_shard._common.fx import args_of, aten_name, call_before, new_before, shape_of, target_of
 from torch_shard._common.operator_families import RESHAPES
 from torch_shard._common.overrides import rewrites
@@ -18,12 +19,7 @@ from torch_shard._lowering.ops.registry import lowers
 aten, ours = torch.ops.aten, torch.ops.torch_shard
 
 
-@torch.library.custom_op("torch_shard::first_of_each", mutates_args=())
-def _first_of_each(x: torch.Tensor, times: int) -> torch.Tensor:
-    raise NotImplementedError("only captured, never run")
-
-
-@_first_of_each.register_fake
+@captured_op("torch_shard::first_of_each")
 def _more(x: torch.Tensor, times: int) -> torch.Tensor:
     return x.new_empty(x.shape[0], x.shape[1] * times, *x.shape[2:])
 

@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 
 from torch_shard._common.axes import manual_axes
+from torch_shard._common.captured_op import captured_op
 from torch_shard._common.fx import args_of, dtype_of, new_before, shape_of
 from torch_shard._common.overrides import rewrites
 from torch_shard._lowering.ops.registry import lowers
@@ -20,14 +21,7 @@ from torch_shard._lowering.rows import RowSplit, current_rows
 aten, ours = torch.ops.aten, torch.ops.torch_shard
 
 
-@torch.library.custom_op("torch_shard::tied_gradient", mutates_args=())
-def _tied_gradient(
-    grad_logits: torch.Tensor, hidden: torch.Tensor, grad_rows: torch.Tensor, ids: torch.Tensor, padding_idx: int
-) -> torch.Tensor:
-    raise NotImplementedError("only captured, never run")
-
-
-@_tied_gradient.register_fake
+@captured_op("torch_shard::tied_gradient")
 def _shape_of_matrix(
     grad_logits: torch.Tensor, hidden: torch.Tensor, grad_rows: torch.Tensor, ids: torch.Tensor, padding_idx: int
 ) -> torch.Tensor:
