@@ -68,3 +68,24 @@ def test_inputs_by_name_of_a_forward_pass() -> None:
     words = "".join(traceback.format_exception_only(error.value)).splitlines()
     assert 'given (4, 5): File "' in words[1]
     assert words[2] == "make_apply: the forward pass was captured, once, for a batch of (4, 5) torch.float32."
+
+
+TWO_DTYPES = {
+    "linear": lambda x, w: nn.functional.linear(x, w),
+    "linear with a bias": lambda x, w: nn.functional.linear(x, w, w[0]),
+    "bias": lambda x, w: torch.addmm(w, x, x),
+    "vector": lambda x, w: torch.mv(x, w[0]),
+    "batches": lambda x, w: torch.baddbmm(x[None], x[None], w[None]),
+    "convolution": lambda x, w: nn.functional.conv1d(x[None], w[:, :, None]),
+    "whole numbers": lambda x, w: x @ w.long(),
+}
+
+
+@pytest.mark.parametrize("name", TWO_DTYPES)
+def test_products_of_two_dtypes_are_refused_as_in_eager_torch(name: str) -> None:
+    fn, given = TWO_DTYPES[name], (torch.ones(4, 4), torch.ones(4, 4, dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError):
+        fn(*given)
+    with pytest.raises(RuntimeError, match="must be given tensors of one dtype") as error:
+        ts.jax_jit(fn)(*given)
+    assert f'File "{__file__}"' in str(error.value)

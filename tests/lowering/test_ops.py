@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import torch_shard as ts
 from tests.oracles.derivatives import assert_equals_torch
 
 CLOSE = {"rtol": 2e-4, "atol": 1e-4}  # float32; sums of up to some hundred terms, gradients squared twice
@@ -56,3 +57,30 @@ def test_values_and_gradients_equal_eager_torch(start: int) -> None:
         return [fn(*itertools.islice(left, len(shapes))) for fn, shapes in rows]
 
     assert_equals_torch(outputs, [torch.randn(shape) for _, shapes in rows for shape in shapes], **CLOSE)
+
+
+READ: dict[str, Callable[..., torch.Tensor]] = {
+    "embedding": lambda x, i: F.embedding(i, x),
+    "bags": lambda x, i: F.embedding_bag(i[:, None], x, mode="sum"),
+    "index_select": lambda x, i: x.index_select(0, i),
+    "gather": lambda x, i: x.gather(0, i[:, None].expand(-1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_an_index_that_torch_refuses_reads_nan(name: str) -> None:
+    x, places = torch.arange(6.0).view(3, 2), [-4, -1, 3]
+    for place in places:
+        with pytest.raises((IndexError, RuntimeError)):
+            READ[name](x, torch.tensor([place]))
+    found = ts.jax_jit(READ[name])(x, torch.tensor([2, *places])).cpu()
+    assert found[0].tolist() == [4.0, 5.0]
+    assert found[1:].isnan().all()
+
+
+def test_an_index_that_torch_refuses_is_not_written() -> None:
+    x, index = torch.zeros(3, 2), torch.tensor([[-1, 1], [3, 2]])
+    with pytest.raises(RuntimeError):
+        x.scatter_add(0, index, torch.ones(2, 2))
+    written = ts.jax_jit(lambda x, i: x.scatter_add(0, i, torch.ones(2, 2)))(x, index).cpu()
+    assert written.tolist() == [[0, 0], [0, 1], [0, 1]]

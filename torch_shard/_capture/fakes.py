@@ -29,6 +29,7 @@ from torch_shard._capture.data_dependence import DEVICE_OF, DataDependence
 from torch_shard._capture.function_mode import CaptureMode
 from torch_shard._capture.guards import ModuleFlags
 from torch_shard._capture.inputs import note_literal
+from torch_shard._capture.one_dtype import check_one_dtype
 from torch_shard._capture.provenance import current_user_line
 from torch_shard._capture.side_effects import Change
 
@@ -61,6 +62,7 @@ class _Fakes(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self in _MODES or func is DEVICE_OF:
+            check_one_dtype(func, args)
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         args, kwargs = tree_map_only(torch.Tensor, _revive_once, (args, kwargs or {}))
         return func(*args, **kwargs)

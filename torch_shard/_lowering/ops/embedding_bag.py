@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import torch
 
 from torch_shard._common.dtypes import jax_dtype
+from torch_shard._lowering.ops.indexing import outside_if_negative
 from torch_shard._lowering.ops.registry import in_float32, lowers
 from torch_shard._lowering.rows import whole_if_uneven
 
@@ -34,10 +35,10 @@ def embedding_bag(
     """Returns `(bags, bag of each index, counted indices of each bag, row of each maximum)`."""
     num_bags = offsets.shape[0] - include_last_offset
     bags = _bag_of(indices, offsets[:num_bags])
-    counted = indices != padding_idx
+    counted = indices != padding_idx if padding_idx >= 0 else jnp.ones(indices.shape, bool)
     ones, of_bags = whole_if_uneven([counted.astype(offsets.dtype), bags])
     sizes = jax.ops.segment_sum(ones, of_bags, num_bags)
-    rows = jnp.take(weight, indices, axis=0)
+    rows = jnp.take(weight, outside_if_negative(indices, len(weight)), axis=0)
     if per_sample_weights is not None:
         rows = rows * per_sample_weights[:, None]
     if mode == MAX:

@@ -19,6 +19,28 @@ def _long():
     return jax_dtype(torch.int64)
 
 
+def outside_if_negative(index, size):
+    """Indices of which those below 0 lie behind the last: PyTorch refuses both, and JAX counts the first from the end.
+
+    What lies outside is read as NaN, and not written.
+    """
+    return jnp.where(index < 0, size, index)
+
+
+@lowers(aten.gather.default)
+def gather(x, dim, index, *, sparse_grad=False):
+    if x.ndim == 0 or index.size == 0:
+        return jnp.broadcast_to(x, index.shape) if x.ndim == 0 else jnp.zeros(index.shape, x.dtype)
+    places = list(jnp.indices(index.shape, sparse=True)) or [index]
+    places[dim % x.ndim] = index
+    return x.at[tuple(places)].get(mode="fill", wrap_negative_indices=False)
+
+
+@lowers(aten.index_select.default)
+def index_select(x, dim, index):
+    return jnp.take(x, outside_if_negative(index, x.shape[dim]), axis=dim) if x.ndim else x
+
+
 @lowers(aten.take.default)
 def take(x, index):
     return x.reshape(_size(x.shape))[index]
@@ -72,7 +94,7 @@ def _write_along(x, dim, index, source, write):
     index = index.reshape(1) if index.ndim == 0 else index
     source = source.reshape(1) if source.ndim == 0 else source
     places = list(jnp.indices(index.shape, sparse=True))
-    places[dim % x.ndim] = index
+    places[dim % x.ndim] = outside_if_negative(index, x.shape[dim])
     values = source[tuple(slice(0, n) for n in index.shape)].astype(x.dtype)
     return write(x.at[tuple(places)], values)
 

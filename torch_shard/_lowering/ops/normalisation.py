@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.axes import manual_axes
 from torch_shard._common.dtypes import jax_dtype
+from torch_shard._lowering.ops.indexing import outside_if_negative
 from torch_shard._lowering.ops.registry import in_float32, lowers
 from torch_shard._lowering.rows import current_rows, whole_if_uneven
 
@@ -166,7 +167,7 @@ def _normalize(x, mean, rstd, weight, bias):
 
 @lowers(aten.embedding.default)
 def embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
-    return jnp.take(weight, indices, axis=0)
+    return jnp.take(weight, outside_if_negative(indices, len(weight)), axis=0)
 
 
 @lowers(aten.embedding_dense_backward.default)
