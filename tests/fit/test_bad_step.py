@@ -123,7 +123,16 @@ def test_where_it_began_is_not_guessed(monkeypatch):
         patch.setattr("torch_shard._fit.first_non_finite._MOST_WORK", 10)
         refused(words + "repeating the batch in eager torch would take", Model())
     monkeypatch.setattr("torch_shard._train.replay.split_loss", lambda loss: (torch.ones(()), {}))
-    refused(words + "the batch cannot be repeated in eager torch", Model())
+    refused(words + "eager torch ends this batch with RuntimeError: element 0 of tensors", Model())
+
+
+def test_what_eager_torch_refuses_is_said():
+    labels = torch.full((8,), 10)
+    refused(
+        "eager torch ends this batch with IndexError: Target 10 is out of bounds",
+        nn.Linear(FEATURES, 10),
+        lambda m, x: F.cross_entropy(m(x), labels),
+    )
 
 
 def test_parameters_that_were_bad_before_are_named():

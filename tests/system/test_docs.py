@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 GUIDES = sorted(path for path in DOCS.rglob("*.md") if "```python" in path.read_text())
 LONG = {"accelerate", "context", "ddp_fsdp2", "generate", "lightning", "llama", "maxtext", "nanogpt", "optimizers"}
-LONG |= {"by_hand", "faq", "pipeline", "precision", "preview", "refused", "runs", "torch_xla", "tune"}
+LONG |= {"by_hand", "faq", "jax", "pipeline", "precision", "preview", "refused", "runs", "torch_xla", "tune"}
 # What takes more than 3 s, of which each part has tests of its own.
 PAGES = [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in LONG else []) for path in GUIDES]
 BEFORE = "<!-- before -->"  # where a page shows the lines of before.py

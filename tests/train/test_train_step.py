@@ -123,9 +123,17 @@ def test_metrics_of_the_loss_come_back() -> None:
     [
         (lambda m, x: m(x), TypeError, r"must return a scalar.*it returned \(8, 4\) torch.float32.*\.mean\(\)"),
         (lambda m, x: m(x).mean().item(), NotImplementedError, r"item\(\)"),
-        (lambda m, x: (m(x).mean(), [1]), TypeError, "metrics of type list"),
-        (lambda m, x: (m(x).mean(), m(x)), TypeError, r"returned \(\) torch.float32 and metrics of type FakeTensor"),
-        (lambda m, x: {"logits": m(x)}, TypeError, "returned dict of logits, where it has no loss"),
+        (lambda m, x: (m(x).mean(), [1]), TypeError, r"\(\) torch.float32, and list where metrics are"),
+        (
+            lambda m, x: (m(x).mean(), m(x)),
+            TypeError,
+            r"and \(8, 4\) torch.float32 where metrics are. Give metrics names: return loss, ",
+        ),
+        (
+            lambda m, x: {"logits": m(x)},
+            TypeError,
+            "returned dict of logits, where it has no loss. Models of transformers have a loss where",
+        ),
         (lambda m, x: {"loss": m(x)}, TypeError, r"returned dict of loss, where loss is \(8, 4\) torch.float32"),
         (lambda m, x: {"loss": None}, TypeError, "returned dict of loss, where loss is NoneType"),
         (lambda m, x: {"loss": m(x).mean(), "guard": 1}, ValueError, "the step itself reports guard"),

@@ -44,6 +44,8 @@ def jax_dtype(dtype: torch.dtype) -> np.dtype:
 
 def torch_dtype(dtype: np.dtype) -> torch.dtype:
     """The torch dtype of a JAX dtype."""
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        raise TypeError("A random key of JAX is no argument of a torch function: pass it as key=.")
     found = None if jnp.issubdtype(dtype, jax.dtypes.extended) else _JAX_TO_TORCH.get(np.dtype(dtype))
     if found is None:
         raise TypeError(f"JAX dtype {dtype} has no torch counterpart; convert the array with .astype(...).")

@@ -25,9 +25,9 @@ def first_non_finite(step: TrainStep, placed: ShardedBatch, state: TrainState) -
         return f"{_UNKNOWN}: repeating the batch in eager torch would take long"
     try:
         found = replay(step, state, placed)
-    except Exception:
+    except Exception as error:
         logger.info("fit: the batch of a bad step cannot be repeated in eager torch.", exc_info=True)
-        return f"{_UNKNOWN}: the batch cannot be repeated in eager torch"
+        return f"{_UNKNOWN}: eager torch ends this batch with {type(error).__name__}: {error}".rstrip(".")
     if not found:
         return f"{_UNKNOWN}: in eager torch on the CPU all values of this batch are finite"
     return ". ".join([found.sentence, *(note.rstrip(".") for note in found.notes)])

@@ -88,7 +88,8 @@ def initialize(
     Raises:
         TypeError: `local_device_ids` are not integers.
         ValueError: Variables contradict each other or are incomplete, or nothing says where process 0 runs.
-        RuntimeError: JAX has started its devices before, or the processes did not meet.
+        RuntimeError: JAX has started its devices before, or process 0 cannot listen at its address. JAX itself ends a
+            process, with status 134 and a stack of C++, if others do not come in time: a warning says before which.
 
     Example:
         >>> import torch_shard as ts

@@ -16,6 +16,11 @@ logger = logging.getLogger(__name__)
 DIED = "it has died (killed, or out of memory?)"
 """What is said of a process that is gone without a word."""
 
+TOGETHER = (
+    "All processes make the same calls: none under `if jax.process_index() == 0`, and all get equally many batches."
+)
+"""What a user can do about processes that do not come together."""
+
 
 @dataclasses.dataclass
 class Status:
@@ -161,7 +166,7 @@ class Judge:
         for number in numbers - self._was_refused:
             here = {rank: status for rank, status in waiting.items() if status.waits and status.waits[0] == number}
             if len(here) < len(self._seen) and (reason := self._in_vain(here, number, now)):
-                self.refused[number] = f"the processes do not come together: {reason}. {self._standing()}"
+                self.refused[number] = f"the processes do not come together: {reason}. {self._standing()} {TOGETHER}"
                 self._was_refused.add(number)
 
     def _in_vain(self, here: dict[int, Status], number: int, now: float) -> str | None:

@@ -18,7 +18,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from torch_shard._common.caller import caller
 from torch_shard._hosts.data import pack, unpack
-from torch_shard._hosts.judge import Judge, News, Status, standing, waits_in
+from torch_shard._hosts.judge import TOGETHER, Judge, News, Status, standing, waits_in
 from torch_shard._hosts.neighbours import Neighbours
 from torch_shard._hosts.times import Times
 
@@ -246,7 +246,9 @@ class Peers:
         if len({(subject, runs) for subject, runs, _ in given}) == 1:
             return pack(["result", [data for *_, data in given]])
         found = standing([waits_in(subject, runs) for subject, runs, _ in given])
-        return pack(["error", f"the processes do not come together: they are not at the same place. {found}"])
+        return pack(
+            ["error", f"the processes do not come together: they are not at the same place. {found} {TOGETHER}"]
+        )
 
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, (self._prefix, *parts)))

@@ -31,7 +31,7 @@ def split_loss(out: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
         raise TypeError(
             f"{caller()}: loss_fn must return a scalar (a floating-point tensor of one element), a pair of it and a "
             f"dict of metrics, or a dict or record that has it as `loss`; it returned {_described(out, entries)}. "
-            "Reduce the loss with .mean() or .sum()."
+            f"{_advice(pair, entries)}"
         )
     if odd := [name for name in metrics if not isinstance(cast(object, name), str)]:
         raise TypeError(f"{caller()}: metrics are named by strings, but loss_fn names one {odd[0]!r}.")
@@ -63,8 +63,16 @@ def _described(out: Any, entries: dict[str, PyTree] | None) -> str:
         held = f"loss is {_described(entries['loss'], None)}" if "loss" in entries else "it has no loss"
         return f"{type(out).__name__} of {', '.join(map(str, entries)) or 'nothing'}, where {held}"
     if isinstance(out, tuple) and len(pair := cast(tuple[Any, ...], out)) == 2:
-        return f"{_described(pair[0], None)} and metrics of type {type(pair[1]).__name__}"
+        return f"{_described(pair[0], None)}, and {_described(pair[1], None)} where metrics are"
     return type(cast(object, out)).__name__
+
+
+def _advice(pair: tuple[PyTree, ...], entries: Mapping[str, PyTree] | None) -> str:
+    if entries is not None and entries.get("loss") is None:
+        return "Models of transformers have a loss where the batch has `labels`."
+    if len(pair) == 2 and isinstance(pair[0], torch.Tensor) and pair[0].numel() == 1:
+        return 'Give metrics names: return loss, {"accuracy": accuracy}.'
+    return "Reduce the loss with .mean() or .sum()."
 
 
 def as_metric(value: PyTree) -> torch.Tensor:

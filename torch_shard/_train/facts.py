@@ -177,7 +177,12 @@ def _advise_on_program(name: str) -> str:
             "DistributedSampler, and shuffle by one seed; or give rows of one's own, make_train_step(..., "
             "local_batches=True)."
         )
-    return "Each process gives the same rows, those of the whole batch." if name.endswith("batch") else ""
+    if name.startswith("the shape of") or name.endswith("batch"):
+        return (
+            "Each process gives the same rows, those of the whole batch; or rows of its own, by count, index = "
+            "ts.data_shard(mesh) and make_train_step(..., local_batches=True)."
+        )
+    return ""
 
 
 def _small_parts(state: TrainState) -> dict[str, bytes]:

@@ -82,7 +82,8 @@ def make_train_step(
         remat: What the backward pass of repeated layers computes again: `"none"`; `"dots"`, all but matrix products;
             `"block"`, all but each layer's inputs; or a number of bytes per device, for the first of these that fits.
         accumulate_steps: Number of microbatches that each batch is taken in, within one program. The loss is the mean
-            of theirs; a metric that is not a floating-point scalar comes as `(accumulate_steps, ...)`.
+            of theirs; a metric that is not a floating-point scalar comes as `(accumulate_steps, ...)`. Each device cuts
+            its own rows: a loss that is no mean over rows depends on the mesh.
         clip_grad_norm: Scale the gradients so that their global L2 norm is at most this, as
             `torch.nn.utils.clip_grad_norm_` does. `metrics["grad_norm"]` is the norm before.
         clip_grad_value: Clamp each entry of the gradients to at most this, as `clip_grad_value_` does.
