@@ -119,7 +119,7 @@ class FlatFunction:
             raise NotImplementedError(
                 f"{self.what} writes in place to argument tensor {graph.written[0]} (in the order of the flattened "
                 "arguments), and a compiled function cannot change its caller's arrays. Write to a clone "
-                "(x = x.clone(); of buffers as arguments, {name: b.clone() for name, b in buffers.items()}) and return it."
+                "(x = x.clone(); of buffers {name: b.clone() for name, b in buffers.items()}) and return it."
             )
 
     def _refuse_unseen(self, graph: Captured[Any]) -> None:
