@@ -25,7 +25,7 @@ model = torch.nn.Sequential(*(torch.nn.Linear(*sizes) for _ in range(20) for siz
 rules = {f"{i}.weight": P(None, "model") if i % 2 else P("model") for i in range(40)}
 ts.place(model.requires_grad_(False), mesh, ts.ShardingPlan(rules, default=P()))
 x = ts.torch_view(jax.device_put(torch.randn(256, 64).numpy(), NamedSharding(mesh, P("batch"))))
-for _ in range(100):
+for _ in range(200):
     y = model(x)
 print(y.sum().item())
 """
