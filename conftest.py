@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # also where TPU's compiler is installed, whose devices only compile
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # each core has a worker: more threads of torch wait, and spin
 if "XLA_FLAGS" not in os.environ:
     os.environ.setdefault("JAX_EXEC_TIME_OPTIMIZATION_EFFORT", "-1")  # TPU's compiler takes a quarter of its time
 

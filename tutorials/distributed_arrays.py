@@ -30,7 +30,7 @@ import torch_shard as ts
 # neither copies.
 
 # %%
-x = torch.randn((8192, 8192), device="jax")
+x = torch.randn((2048, 2048), device="jax")
 assert isinstance(x.jax(), jax.Array)
 assert ts.torch_view(x.jax()).jax() is x.jax()
 

@@ -29,7 +29,7 @@ import torch_shard as ts
 
 # %%
 torch.manual_seed(0)
-sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
 config = LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=96, max_position_embeddings=64)
 base = LlamaForCausalLM(config)
 before = {name: value.clone() for name, value in base.state_dict().items()}

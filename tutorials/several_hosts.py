@@ -8,10 +8,12 @@
 # %%
 import os
 import pathlib
+import runpy
 import subprocess
 import sys
 import tempfile
 
+import jax
 from safetensors.torch import load_file
 
 FOLDER = pathlib.Path(tempfile.mkdtemp())
@@ -24,8 +26,8 @@ FOLDER = pathlib.Path(tempfile.mkdtemp())
 # others, in an order that does not depend on how many hosts there are. And checkpoints are in a folder that all of
 # them see.
 #
-# Two mistakes are built in, to be seen further down: with `MISTAKE=seed` each process makes another model, and with
-# `MISTAKE=dies` process 1 is killed, in its first life, in the middle of the run.
+# Two mistakes are built in, to be seen further down: with `MISTAKE=seed` each process first makes another model, and
+# with `MISTAKE=dies` process 1 is killed, in its first life, in the middle of the run.
 
 # %%
 SCRIPT = FOLDER / "train.py"
@@ -60,54 +62,68 @@ def loss_fn(model, batch):
     return nn.functional.cross_entropy(model(rows), labels)
 
 
+def train(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2))
+    mesh = ts.make_mesh(batch=2, model=2)
+    step = ts.make_train_step(model, loss_fn, optax.adamw(1e-2), mesh=mesh, plan=ts.plans.tp(model, mesh))
+    with ts.Checkpointer(FOLDER, every=3) as checkpoints:
+        state = ts.fit(step, None, Points(), batch_size=16, steps=12, checkpointer=checkpoints, progress=False)
+    ts.export_safetensors(state, FOLDER / "trained.safetensors")
+
+
 print(ts.initialize())
-torch.manual_seed(jax.process_index() if MISTAKE == "seed" else 0)
-model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2))
-mesh = ts.make_mesh(batch=2, model=2)
-step = ts.make_train_step(model, loss_fn, optax.adamw(1e-2), mesh=mesh, plan=ts.plans.tp(model, mesh))
-with ts.Checkpointer(FOLDER, every=3) as checkpoints:
-    state = ts.fit(step, None, Points(), batch_size=16, steps=12, checkpointer=checkpoints, progress=False)
-ts.export_safetensors(state, FOLDER / "trained.safetensors")
+if MISTAKE == "seed":
+    try:
+        train(seed=jax.process_index())
+    except ValueError as error:
+        print(error)
+train(seed=0)
 ''')
 
 
 # %% [markdown]
 # ## One process, and two
 #
-# `torchrun --nproc-per-node 2` starts two processes here, with the variables `RANK`, `WORLD_SIZE` and others that
-# `ts.initialize()` reads. The two train what one trains: the same rows in the same order, up to the rounding of sums
-# that are taken in another order.
+# One process with four devices is this one. `torchrun --nproc-per-node 2` starts two with two devices each, with the
+# variables `RANK`, `WORLD_SIZE` and others that `ts.initialize()` reads. The two train what one trains: the same rows
+# in the same order, up to the rounding of sums that are taken in another order.
 
 
 # %%
-def train(name: str, *, processes: int, restarts: int = 0, mistake: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the script, with four devices in all."""
-    folder = FOLDER / name
-    folder.mkdir(exist_ok=True)
-    devices = f"--xla_force_host_platform_device_count={4 // processes}"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices, "MISTAKE": mistake}
-    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
-    command = [sys.executable, *(torchrun if processes > 1 else []), str(SCRIPT), str(folder)]
+def folder_of(name: str) -> str:
+    """A folder for one run."""
+    (FOLDER / name).mkdir()
+    return str(FOLDER / name)
+
+
+def torchrun(name: str, *, restarts: int = 0, mistake: str) -> str:
+    """Run the script in two processes, and return what they wrote."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "MISTAKE": mistake}
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--max-restarts={restarts}"]
+    command = [*start, str(SCRIPT), folder_of(name)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(done.stdout)
-    return done
+    assert done.returncode == 0
+    return done.stdout
 
 
-assert train("one", processes=1).returncode == 0
-assert train("two", processes=2).returncode == 0
+jax.config.update("jax_num_cpu_devices", 4)
+sys.argv[1:] = [folder_of("one")]
+runpy.run_path(str(SCRIPT))
+output = torchrun("two", mistake="seed")
 one, two = (load_file(FOLDER / name / "trained.safetensors") for name in ("one", "two"))
 assert all(abs(one[name] - two[name]).max() < 1e-5 for name in one)
 
 # %% [markdown]
 # ## A mistake is an error, on every host
 #
-# Each process draws another model: the most common mistake, with which frameworks of one process for each device
-# train to the end. Here all processes compare what they begin with, and say what is wrong before a step is taken.
+# Before that, each of the two drew another model: the most common mistake, with which frameworks of one process for
+# each device train to the end. Here all processes compare what they begin with, and say what is wrong before a step is
+# taken. It is an error in all of them, so that the script could go on with the right seed.
 
 # %%
-done = train("seeds", processes=2, mistake="seed")
-assert done.returncode != 0
-assert "0.weight differs between process 0 and 1" in done.stdout
+assert "0.weight differs between process 0 and 1" in output
 
 # %% [markdown]
 # ## A host is lost
@@ -117,9 +133,8 @@ assert "0.weight differs between process 0 and 1" in done.stdout
 # whole checkpoint, and comes to the same parameters, bit for bit.
 
 # %%
-done = train("lost", processes=2, restarts=1, mistake="dies")
-assert done.returncode == 0
-assert done.stdout.count("process 1 of 2 (torchrun), meeting at") == 2  # it was started again
+output = torchrun("lost", restarts=1, mistake="dies")
+assert output.count("process 1 of 2 (torchrun), meeting at") == 2  # it was started again
 lost = load_file(FOLDER / "lost" / "trained.safetensors")
 
 # %% [markdown]

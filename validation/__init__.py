@@ -10,6 +10,7 @@
 | `python -m validation.lives --seeds 0:500` | random lives of runs against eager torch | 1 s a life |
 | `python -m validation.hf_families.random_models --seeds 0:300` | random small models of transformers | 5 s a model |
 | `pytest validation/operators/test_modules.py` | modules on a mesh and in `jax_shard_map` | minutes |
+| `pytest validation/hf_families` | shards of most families of transformers, adapters with magnitudes | 2 minutes |
 | `pytest validation/rivals` | JAX by hand, of the benchmarks and of parallel layers, beside torch and ours | minutes |
 | `pytest validation/reports` | wrong numbers that users have reported of other libraries | 5 minutes |
 | `pytest validation/kills` | runs that are killed twenty times | 7 minutes |

@@ -53,7 +53,6 @@ LOW = {  # the loss, that of eager torch, the dtype of all parameters, and optio
     "cpu": (autocast_loss("cpu"), autocast_loss("cpu"), torch.float32, {}),
     "cuda": (autocast_loss("cuda"), autocast_loss("cpu"), torch.float32, {}),
     "jax": (autocast_loss("jax"), autocast_loss("cpu"), torch.float32, {}),
-    "one device": (autocast_loss("jax"), autocast_loss("cpu"), torch.float32, {"sizes": (1, 1)}),
     "compute_dtype": (loss_fn, autocast_loss("cpu"), torch.float32, {"compute_dtype": torch.bfloat16}),
     "bfloat16": (loss_fn, loss_fn, torch.bfloat16, {}),
     "float16": (loss_fn, loss_fn, torch.float16, {}),

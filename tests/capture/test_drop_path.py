@@ -51,13 +51,14 @@ def _losses(step: ts.TrainStep, batch: Any, num_steps: int) -> list[float]:
 def test_layers_with_rates_of_their_own_are_one_loop(kind: str) -> None:
     model = _drops(kind)
     looped, batch = _dropping_step(model, True)
-    unrolled, _ = _dropping_step(model, False)
-    losses = _losses(looped, batch, 2)
-    assert looped.programs[0].loops
-    assert losses == pytest.approx(_losses(unrolled, batch, 2), rel=SAME)
     if kind != "ConvNext":
         looped.prove(looped.init(seed=0), batch).raise_if_different()
+        assert looped.programs[0].loops
         return
+    losses = _losses(looped, batch, 2)
+    assert looped.programs[0].loops
+    unrolled, _ = _dropping_step(model, False)
+    assert losses == pytest.approx(_losses(unrolled, batch, 2), rel=SAME)
     layer = model.get_submodule("convnext.encoder.stages.1.layers.3.drop_path")
     assert 0 < layer.drop_prob <= 0.5
     layer.drop_prob = 1 - 1e-3  # all eight rows lose the branch
@@ -67,7 +68,7 @@ def test_layers_with_rates_of_their_own_are_one_loop(kind: str) -> None:
 
 
 def test_a_stage_that_its_windows_cover_sets_its_shift_at_the_first_call() -> None:
-    model = _drops("Swin", depths=[1, 2], window_size=4)
+    model = _drops("Swin", depths=[2], num_heads=[2], window_size=8)
     shifts = [module for module in model.modules() if hasattr(module, "shift_size")]
     before = [module.shift_size for module in shifts]
     step, batch = _dropping_step(model, "auto", num_devices=1)

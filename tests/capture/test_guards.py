@@ -43,15 +43,6 @@ class Trainer:
         return self.loss(model, batch)
 
 
-class Configured(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(8, 8)
-        self.settings = Settings()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.settings.factor * sum(self.settings.parts)
-
-
 class Plain:
     def __init__(self, **held: Any) -> None:
         vars(self).update(held)
@@ -71,15 +62,6 @@ class Classed(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * self.factor
-
-
-class Activated(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(8, 8)
-        self.activation = torch.relu
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.activation(super().forward(x))
 
 
 class Absent(nn.Linear):
@@ -183,10 +165,6 @@ def closures() -> dict[str, Callable[[], tuple[nn.Module, Any, Callable[[], None
         loss = functools.partial(plain, **settings)
         return nn.Linear(8, 8), loss, lambda: loss.keywords.__setitem__("factor", 3.0)
 
-    def list_in_the_settings() -> Any:
-        model = Configured()
-        return model, plain, lambda: model.settings.parts.append(2.0)
-
     def through_methods() -> Any:
         schedule.value = 1.0
         return nn.Linear(8, 8), by_functions, lambda: setattr(schedule, "value", 3.0)
@@ -198,12 +176,6 @@ def closures() -> dict[str, Callable[[], tuple[nn.Module, Any, Callable[[], None
     def called_object() -> Any:
         trainer = Trainer()
         return nn.Linear(8, 8), trainer, lambda: setattr(trainer, "factor", 3.0)
-
-    def four_levels() -> Any:
-        output = {"scale": 1.0}
-        cfg = {"model": {"head": {"output": output}}}
-        read = lambda: cfg["model"]["head"]["output"]["scale"]  # noqa: E731
-        return nn.Linear(8, 8), times(read), lambda: output.update(scale=3.0)
 
     def many_weights() -> Any:
         weights = [1.0] * 1001
@@ -262,23 +234,6 @@ def closures() -> dict[str, Callable[[], tuple[nn.Module, Any, Callable[[], None
 
         return nn.Linear(8, 8), times(lambda: current().scale), lambda: setattr(cfg, "scale", 3.0)
 
-    def given_object() -> Any:
-        cfg = types.SimpleNamespace(inner=Plain(scale=1.0))
-
-        def scaled(x: torch.Tensor, options: tuple[Plain, int]) -> torch.Tensor:
-            return x * options[0].scale
-
-        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-            return scaled(model(batch), (cfg.inner, 1)).square().mean()
-
-        return nn.Linear(8, 8), loss, lambda: setattr(cfg.inner, "scale", 3.0)
-
-    def by_name() -> Any:
-        cfg = Plain(scale=1.0)
-
-        read = lambda: getattr(cfg, "scale")  # noqa: B009, E731
-        return nn.Linear(8, 8), times(read), lambda: setattr(cfg, "scale", 3.0)
-
     def numpy_array() -> Any:
         weights = np.ones(4, np.float32)
 
@@ -299,10 +254,6 @@ def closures() -> dict[str, Callable[[], tuple[nn.Module, Any, Callable[[], None
     def appended_submodule() -> Any:
         model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
         return model, plain, lambda: model.append(nn.Tanh())
-
-    def function_of_a_module() -> Any:
-        model = Activated()
-        return model, plain, lambda: setattr(model, "activation", torch.tanh)
 
     def forward_of_an_instance() -> Any:
         model = nn.Linear(8, 8)
@@ -372,13 +323,13 @@ def closures() -> dict[str, Callable[[], tuple[nn.Module, Any, Callable[[], None
         proxy = types.MappingProxyType(held)
         return nn.Linear(8, 8), times(lambda: proxy["scale"]), lambda: held.__setitem__("scale", 3.0)
 
-    made = (four_levels, many_weights, dispatched_function, replaced_function, replaced_code)
-    made += (closure_of_a_called_function, returned_object, given_object, by_name, numpy_array, attribute_of_a_class)
-    made += (object_of_the_model, swapped_submodule, appended_submodule, function_of_a_module, forward_of_an_instance)
+    made = (many_weights, dispatched_function, replaced_function, replaced_code)
+    made += (closure_of_a_called_function, returned_object, numpy_array, attribute_of_a_class)
+    made += (object_of_the_model, swapped_submodule, appended_submodule, forward_of_an_instance)
     made += (absent_attribute, absent_attribute_of_the_model, absent_global, named_like_a_global, forward_of_a_class)
     made += (distribution, array_of_python, proxy_of_a_dict)
     made += (forward_hook, dropped_default, in_another_layer, teacher)
-    made += (cell, reassigned_tensor, module_global, bound_method, partial, list_in_the_settings)
+    made += (cell, reassigned_tensor, module_global, bound_method, partial)
     made += (through_methods, through_forward, called_object)
     return {make.__name__: make for make in made}
 

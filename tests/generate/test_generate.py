@@ -20,9 +20,7 @@ FAMILIES = {
     "llama": hf.LlamaConfig(**LLAMA),
     "gpt2": hf.GPT2Config(**GPT2),
     "gemma2": hf.Gemma2Config(**LLAMA, head_dim=8, sliding_window=4),
-    "opt": hf.OPTConfig(**SMALL, ffn_dim=48, max_position_embeddings=64, word_embed_proj_dim=32),
     "gpt_neox": hf.GPTNeoXConfig(**NEOX),
-    "qwen3": hf.Qwen3Config(**LLAMA, head_dim=8),
 }
 IDS = torch.tensor([[0, 0, 5, 9, 33], [7, 21, 4, 40, 12]])
 MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])

@@ -58,14 +58,6 @@ def test_loops_of_jax_over_torch_functions_read_what_these_close_over(name: str)
     assert jax.jit(grad)(x * 3).tolist() == [27.0] * 2
 
 
-def test_views_given_to_loops_of_jax_read_their_tensors_at_each_call() -> None:
-    w = torch.full((2,), 2.0)
-    body = ts.jax_view(lambda i, c: c * w)
-    for _ in range(2):
-        assert_close(ts.call_jax(jax.lax.fori_loop, 0, 3, body, torch.ones(2)), w**3)
-        w += 1
-
-
 class Sine(torch.autograd.Function):
     """Its own derivative is twice torch's."""
 

@@ -183,36 +183,6 @@ def test_equals_eager_torch_with_few_programs(kind: type[Asking], count: int, mo
         assert step.num_compiles == 2
 
 
-class MemoryBank(Asking):
-    """Nearest neighbours in a memory bank that is cut off at its end, as in lightly; shown in an evaluation, too."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        keys = nn.functional.normalize(self.layer(x), dim=1)
-        nearest = self.queue.T.index_select(0, (keys @ self.queue).argmax(1))
-        loss = -(keys * nearest).sum(1).mean()
-        at, new = int(self.at), keys.detach().T
-        loss = loss + self.queue[:, at].detach().mean() + new[:, at % 3 : at % 3 + 2].mean()
-        if at + len(x) >= self.size:
-            self.queue[:, at:] = new[:, : self.size - at]
-            self.at.zero_()
-        else:
-            self.queue[:, at : at + len(x)] = new
-            self.at[0] = at + len(x)
-        return loss
-
-
-def test_a_memory_bank_trains_and_evaluates() -> None:
-    model = MemoryBank(36)
-    step = step_of(model)
-    state, evaluate = step.init(seed=0), step.evaluation()
-    for number, batch in enumerate(batches(7)):  # five fill the bank
-        wanted = loss_of(trained(model, alone(number)), batch).item()
-        assert float(evaluate(state, batch)["loss"]) == pytest.approx(wanted, rel=1e-4)
-        state, _ = step(state, batch)
-    assert_alike(step.export(state), trained(model, alone(7)))
-    assert step.num_compiles == evaluate.num_compiles == 3
-
-
 def test_random_numbers_are_those_of_a_program_for_one_value() -> None:
     def loss_fn(model: Asking, batch: torch.Tensor) -> torch.Tensor:
         n = int(model.at)

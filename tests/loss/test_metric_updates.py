@@ -146,18 +146,3 @@ def test_what_a_program_cannot_know_is_refused(use: Any, match: str) -> None:
     with refuses(rf"(?s)test_metric_updates.*{match}", NotImplementedError):
         step(step.init(), batches(1)[0])
     assert (metric.count, metric.seen) == (0, [])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["forward", "auroc", "collection"])
-def test_torchmetrics(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "torchmetrics")
-    torchmetrics = pytest.importorskip("torchmetrics")
-    options = {"task": "multiclass", "num_classes": 4}
-    plain = lambda m, out, target: m.update(out, target)  # noqa: E731
-    metric, use = {
-        "forward": (lambda: torchmetrics.Accuracy(**options), lambda m, out, target: m(out, target)),
-        "auroc": (lambda: torchmetrics.AUROC(**options), plain),
-        "collection": (lambda: torchmetrics.MetricCollection([torchmetrics.F1Score(**options)]), plain),
-    }[name]
-    check(metric, use, within=True)

@@ -20,7 +20,7 @@ from tests.tables.cases import CASE, WHOLE, Dropping, make_mesh, squared_error
 
 
 def make(model: nn.Module, loss_fn: Any, n: int, sizes: Any = (4, 2), optimizer: Any = None, **options: Any) -> Any:
-    options = {"plan": WHOLE, **options}
+    options = {"plan": WHOLE, "look_again": False, **options}
     optimizer = optimizer or optax.sgd(LEARNING_RATE)
     return ts.make_train_step(model, loss_fn, optimizer, mesh=make_mesh(sizes), accumulate_steps=n, **options)
 

@@ -148,6 +148,12 @@ MASKS: dict[str, tuple[Callable[..., torch.Tensor], bool]] = {
 }
 
 
+# Nothing but a band, of which the tests above and below have the numbers.
+CAUSAL, WHOLE = [-1, 0], [-1, -1]
+BANDS = {**dict.fromkeys(("triangle", "compared", "for each row and head", "-inf", "lowest"), CAUSAL)}
+BANDS |= {"all": WHOLE, "all keys": WHOLE}
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_are_known(name: str) -> None:
     make, is_known = MASKS[name]
@@ -160,8 +166,11 @@ def test_masks_are_known(name: str) -> None:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=make(numbers, *positions()))
 
-    assert biases_of(nodes_of(attend, inputs)) == [int(not is_known)]
-    if is_known or name in ("biased", "rows that see nothing"):  # what is not known is added, as a bias is
+    (node,) = (node for node in nodes_of(attend, inputs) if node.target == OURS)
+    assert len(node.args[-1]) == (not is_known)
+    if name in BANDS:
+        assert (node.args[3], node.args[5]) == ([], BANDS[name])
+    elif is_known or name in ("biased", "rows that see nothing"):  # what is not known is added, as a bias is
         assert_equals_torch(attend, inputs, num=3, **CLOSE)
 
 
@@ -341,15 +350,11 @@ def attention_step() -> Any:
     return step.lower(step.init(), torch.randn(8, LONG, 16)).compile()
 
 
-DROPPING = {"causal": {"is_causal": True}, "biased": {"is_biased": True}}
-
-
-@pytest.mark.parametrize(("kind", "remat"), [("causal", "none"), ("biased", "block")])
-def test_dropout_drops_in_blocks_what_it_drops_of_all_weights(kind: str, remat: Any) -> None:
+def test_dropout_drops_in_blocks_what_it_drops_of_all_weights() -> None:
     torch.manual_seed(0)
-    layers = [Attention(2, dropout_p=0.3, **DROPPING[kind]) for _ in range(3)]
+    layers = [Attention(2, dropout_p=0.3, is_biased=True) for _ in range(3)]
     model, x = nn.Sequential(nn.Linear(16, 16), *layers), torch.randn(2, LONG, 16)
-    step = step_of(model, lambda model, x: weighted(model(x)), mesh=make_mesh((2, 2)), remat=remat)
+    step = step_of(model, lambda model, x: weighted(model(x)), mesh=make_mesh((2, 2)), remat="block")
     assert f"{LONG}x{LONG}x" not in step.lower(step.structs, x).as_text()  # no weights as a whole
     step.prove(step.init(seed=3), x).raise_if_different()  # eager torch draws by the key of the step
 

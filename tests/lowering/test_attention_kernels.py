@@ -61,28 +61,25 @@ BANDS = {"all": (None, None), "causal": (None, 0), "window": (39, 0), "both side
 @pytest.mark.parametrize(
     ("name", "kind", "cap", "has_sinks"),
     [
-        ("causal", "", 0.0, False),
-        ("causal", "documents", 0.0, False),
-        ("all", "", 0.0, False),
         ("all", "padding", 0.0, False),
         ("all", "nothing", 0.0, False),
         ("both sides", "padding", 0.0, False),
+        ("causal", "documents", 0.0, False),
         ("causal", "", 3.0, False),
         ("window", "", 0.0, True),
-        ("window", "", 3.0, True),
     ],
 )
 def test_splash_equals_eager_torch(name: str, kind: str, cap: float, has_sinks: bool) -> None:
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, heads, LENGTH, 128) for heads in (4, 2, 2))
-    given = [q, k, v, *([2 * torch.randn(4)] if has_sinks else [])]
-    weights, seen = torch.randn(2, 4, LENGTH, 128), Seen(*BANDS[name], segments(kind) if kind else ())
+    q, k, v = (torch.randn(2, heads, LENGTH, 128) for heads in (2, 1, 1))
+    given = [q, k, v, *([2 * torch.randn(2)] if has_sinks else [])]
+    weights, seen = torch.randn(2, 2, LENGTH, 128), Seen(*BANDS[name], segments(kind) if kind else ())
     leaves = [x.clone().requires_grad_() for x in given]
     many = [x.repeat_interleave(2, 1) for x in leaves[1:3]]
     scores = leaves[0] @ many[0].mT * 0.1
     scores = cap * torch.tanh(scores / cap) if cap else scores
     scores = scores.masked_fill(~seen.mask(LENGTH, LENGTH), -torch.inf)
-    sinks = [sink[:, None, None].expand(2, 4, LENGTH, 1) for sink in leaves[3:]]
+    sinks = [sink[:, None, None].expand(2, 2, LENGTH, 1) for sink in leaves[3:]]
     shares = torch.ops.aten._safe_softmax(torch.cat([scores, *sinks], -1), -1)  # zeros of a query that sees nothing
     wanted = shares[..., :LENGTH] @ many[1]
     gradients = torch.autograd.grad((wanted * weights).sum(), leaves)

@@ -1,5 +1,6 @@
 """Tokens that go to their experts and come back; validation/reports/test_errors_of_others.py has layouts and routes."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
 from tests.lowering.test_experts import EXPERTS, WIDTH, make_experts
+from tests.lowering.test_llama4_experts import make_mixture
 from tests.oracles.steps import step_of
 from tests.tables.hf_models import HF_MODELS
 from torch_shard._lowering.ops import expert_dispatch
-from validation.proofs.rows import TABLE
 
 TOKENS = 32
 
@@ -29,11 +30,21 @@ def loss_fn(experts: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> Any:
     return (out * wanted).sum(), {"out": out}
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "Llama4"])
-def test_models_of_the_hub_with_experts_over_both_axes(name: str) -> None:
-    """Mixtral with its auxiliary loss, so that its router has two gradients."""
-    case = next((model.cases()[0] for model in HF_MODELS if model.name == name), None)
-    model, loss_fn, batch = (case.model(), case.loss_fn, case.batches(1)[0]) if case else TABLE[name].build()
+def mixtral() -> tuple[torch.nn.Module, Any, Any]:
+    """With its auxiliary loss, so that its router has two gradients."""
+    model = next(model for model in HF_MODELS if model.name == "Mixtral")
+    case = dataclasses.replace(model, fields={**model.fields, "num_hidden_layers": 1}).cases()[0]
+    return case.model(), case.loss_fn, case.batches(1)[0]
+
+
+def llama4() -> tuple[torch.nn.Module, Any, Any]:
+    """The mixture of experts of one layer."""
+    return make_mixture(2), lambda mixture, x: mixture(x)[0].square().mean(), torch.randn(4, TOKENS, WIDTH)
+
+
+@pytest.mark.parametrize("build", [mixtral, llama4])
+def test_models_of_the_hub_with_experts_over_both_axes(build: Any) -> None:
+    model, loss_fn, batch = build()
     mesh = ts.make_mesh(batch=2, model=2)
     step = step_of(model, loss_fn, mesh=mesh, plan=ts.plans.expert(model, mesh, ep=("batch", "model")))
     step.prove(step.init(), batch).raise_if_different()

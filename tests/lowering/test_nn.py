@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as torch_pytree
 
 import torch_shard as ts
-from tests.tables.nn_table import DRAWING, LAYERS, MORE, NOT_MODULES_TO_CALL, ROWS, Row
+from tests.tables.nn_table import DRAWING, LAYERS, MORE, NOT_MODULES_TO_CALL, Row
 from validation.operators.siblings import SIBLINGS
 
 Tensors = dict[str, torch.Tensor]
@@ -23,8 +23,8 @@ Tensors = dict[str, torch.Tensor]
 
 def test_the_table_has_every_public_module() -> None:
     public = {kind for kind in vars(nn).values() if isinstance(kind, type) and issubclass(kind, nn.Module)}
-    assert public == {row.kind for row in [*ROWS, *SIBLINGS]} | set(NOT_MODULES_TO_CALL)
-    assert not {row.kind for row in ROWS} & set(NOT_MODULES_TO_CALL)
+    assert public == {row.kind for row in [*LAYERS, *MORE, *SIBLINGS]} | set(NOT_MODULES_TO_CALL)
+    assert not {row.kind for row in [*LAYERS, *MORE]} & set(NOT_MODULES_TO_CALL)
 
 
 def scalar_of(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -106,7 +106,6 @@ def assert_close(found: Any, wanted: Any, rtol: float, what: str) -> None:
 
 
 AT_ONCE = 10  # rows of one program
-WITHOUT_ONEDNN = "ignore:LSTM with projections is not supported with oneDNN"  # eager torch's own
 
 
 def parts_of(table: list[Row]) -> list[Any]:
@@ -122,17 +121,10 @@ def test_layers_equal_eager_torch(rows: list[Row]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", parts_of(LAYERS))
+@pytest.mark.parametrize("rows", parts_of(LAYERS) + parts_of(MORE))
 def test_layers_on_a_mesh_equal_eager_torch(rows: list[Row]) -> None:
+    """`pytest validation/operators/test_modules.py` has all other modules there, and all within `jax_shard_map`."""
     assert_equal_eager(rows, split)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings(WITHOUT_ONEDNN)
-@pytest.mark.parametrize("rows", parts_of(MORE))
-def test_other_modules_equal_eager_torch(rows: list[Row]) -> None:
-    """`pytest validation/operators/test_modules.py` has them on a mesh, and all within `jax_shard_map`."""
-    assert_equal_eager(rows, lambda arrays: arrays)
 
 
 def assert_equal_eager(rows: list[Row], place: Any) -> None:

@@ -1,5 +1,6 @@
 """Steps that are taken one after the other, and the states of two such runs compared."""
 
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,22 @@ def check_same(found: ts.TrainState, wanted: ts.TrainState) -> None:
     """Parameters are equal, but for what another order of sums makes of them in a few steps of Adam."""
     for name in wanted.params:
         np.testing.assert_allclose(found.params[name], wanted.params[name], rtol=2e-4, atol=1e-5, err_msg=name)
+
+
+def check_goes_on(
+    path: pathlib.Path, state: ts.TrainState, steps: tuple[ts.TrainStep, ts.TrainStep], make_batch: Callable[[int], Any]
+) -> None:
+    """From a state of one step that is saved, another one goes on as the first does."""
+    first, second = steps
+    with ts.Checkpointer(path) as checkpoints:
+        checkpoints.save(state)
+    with ts.Checkpointer(path) as checkpoints:
+        restored = checkpoints.restore(second)
+    check_same(restored, state)
+    after, found = run_steps(second, make_batch, restored)
+    wanted, expected = run_steps(first, make_batch, state)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    check_same(after, wanted)
 
 
 def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

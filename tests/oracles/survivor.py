@@ -30,6 +30,7 @@ def train(directory: str, fault: str) -> None:
         optax.adam(1e-2),
         mesh=ts.make_mesh(batch=2),
         plan=ts.ShardingPlan({}, default=P()),
+        look_again=False,
         compile_cache=os.path.join(os.path.dirname(directory), "programs"),
     )
     loader = DataLoader(torch.randn(40, FEATURES), batch_size=8, shuffle=True)

@@ -61,7 +61,7 @@ def test_layers_follow_eager_torch(name: str) -> None:
     layered = ROWS[name]
     trajectory = eager_trajectory(layered.case, 2)
     case = watched(layered.case)
-    step = assert_follows(case, case.model(), trajectory, (4, 2))
+    step = assert_follows(case, case.model(), trajectory, (4, 2) if case.rules else (2, 1))
     assert SEEN == []
     assert layered.says in step.report()
     if layered.loops:
@@ -179,8 +179,7 @@ AUTOCAST: dict[str, Any] = {"compute_dtype": torch.bfloat16, "mixed_precision": 
 
 # Masks are the same bit by bit, but XLA sums the rest in another order; in a loop it rounds to bfloat16 less often.
 UNROLLED = {
-    "random numbers": (Dropping, {}, {"remat": "block"}, 1e-5, 2e-6),
-    "random numbers, dots": (Dropping, {}, {"remat": "dots"}, 1e-5, 2e-6),
+    "random numbers": (Dropping, {}, {"remat": "dots"}, 1e-5, 2e-6),
     "dtypes": (Widened, AUTOCAST, {}, 2e-3, 4e-3),
 }
 

@@ -134,12 +134,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("first", range(0, len(CASES), 4))
 @pytest.mark.parametrize(
-    ("sizes", "check_vma"),
+    ("sizes", "check_vma", "first"),
     [
-        ((4, 2), True),
-        pytest.param((2, 4), False, marks=pytest.mark.slow),
+        *(((4, 2), True, first) for first in range(0, len(CASES), 4)),
+        *(pytest.param((2, 4), False, first, marks=pytest.mark.slow) for first in (0, 8)),
     ],
     ids=str,
 )

@@ -3,8 +3,6 @@
 # ruff: noqa: E501  (a table)
 
 import functools
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -17,6 +15,7 @@ from torch import nn
 import torch_shard as ts
 from tests.oracles.collectives import collectives_of
 from tests.oracles.errors import assert_refused
+from tests.oracles.processes import run_alone
 from tests.spmd.mapping import assert_close
 from torch_shard.collectives import axis_index, pmean, psum
 
@@ -247,12 +246,12 @@ def test_one_compile_per_signature(compiles: type[Compiles]) -> None:
 
 def test_no_device_is_touched_before_the_first_call() -> None:
     program = """
-import jax, torch, torch_shard as ts
 fn = ts.tpmap(lambda x, key: x + torch.rand(2), "i", ["shard", "rng"], wrap_return="shard")
 jax.config.update("jax_num_cpu_devices", 3)  # refused once a backend has started
 assert fn(torch.zeros(6), 0).shape == (6,)
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    ended = run_alone(program)
+    assert ended.status == 0, ended.output
 
 
 # What is refused.

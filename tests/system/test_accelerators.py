@@ -11,7 +11,7 @@ import pytest
 
 import torch_shard as ts
 from tests.oracles.steps import step_of
-from tests.tables.cases import CASE, CASES, Case, chosen, make_mesh
+from tests.tables.cases import CASE, Case, chosen, make_mesh
 
 
 def structs(batch: Any) -> Any:
@@ -22,7 +22,10 @@ def make_step(case: Case, mesh: Any) -> ts.TrainStep:
     return step_of(case.model(), case.loss_fn, optax.adam(1e-2), mesh=mesh, plan=case.plan)
 
 
-@pytest.mark.parametrize("case", chosen(CASES, [CASE["mlp"], CASE["lstm"]]))
+OFTEN = ("mlp", "lstm", "gpt", "resnet_train", "writes", "buffers")
+
+
+@pytest.mark.parametrize("case", chosen([CASE[name] for name in OFTEN], [CASE["mlp"], CASE["lstm"]]))
 def test_compiles_for_tpu(case: Case) -> None:
     step = make_step(case, ts.make_mesh(topology="v5e:2x2", batch=2, model=2))
     preview = step.preview(structs(case.batches(1)[0]))

@@ -1,17 +1,14 @@
-"""The suite's own arithmetic, and that its rivals compute what eager torch computes."""
+"""The suite's own arithmetic; `validation/rivals` has that its rivals compute what eager torch computes."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-import torch
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
-from benchmarks import cases, counts, sides
-from benchmarks.handwritten import HandwrittenStep
+from benchmarks import counts
 from benchmarks.processes import Failed, isolated
 from benchmarks.rows import timed
 from benchmarks.timing import agree, summary
@@ -90,19 +87,6 @@ def test_a_side_that_computes_something_else_is_not_timed():
         agree({name: lambda _, found=found: next(found) for name, found in losses.items()}, None)
     with pytest.raises(AssertionError, match="nothing was learnt"):
         agree({"ours": lambda _: 1.0}, None)
-
-
-SLOW = [pytest.param(make, marks=pytest.mark.slow) for make in (cases.llama, cases.gpt, cases.resnet)]
-
-
-@pytest.mark.parametrize("make", [cases.mlp, *SLOW], ids=lambda make: make.__name__)
-def test_hand_written_rivals_train_as_eager_torch_does(make):
-    torch.manual_seed(0)
-    case = make(quick=True)
-    optimizer = optax.adamw(sides.LEARNING_RATE)
-    rival = HandwrittenStep(case.rival, optimizer, ts.make_mesh(batch=2), sides.start_of(case.model))
-    eager = sides.eager_torch(case.model, case.loss_fn)
-    agree({"eager": eager, "rival": rival}, case.batch)
 
 
 def test_a_function_runs_in_a_process_of_its_own_and_its_error_comes_back():

@@ -194,30 +194,26 @@ def test_an_error_of_one_loader_saves_one_step_on_all():
     assert max(good.seconds, bad.seconds) < 30
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.slow
-def test_a_killed_process_ends_the_others(rank):
+def test_a_killed_process_ends_the_others():
     """Whatever they wait for: a step, or a checkpoint of which it was to write a part."""
-    ends = failing("os.kill(os.getpid(), signal.SIGKILL)", rank)
-    other = ends[1 - rank]
-    assert ends[rank].status == -signal.SIGKILL
+    other, killed = failing("os.kill(os.getpid(), signal.SIGKILL)")
+    assert killed.status == -signal.SIGKILL
     assert other.status not in (0, None)
-    # JAX ends a process whose coordinator is gone, at once and by itself
+    # JAX ends a process at once and by itself where it hears of it first
     words = [
         "process 1 failed: it has died (killed, or out of memory?)",
         "Terminating process because the JAX distributed service detected fatal",
     ]
-    assert any(text in other.output for text in words[: 2 - rank]), other.output
+    assert any(text in other.output for text in words), other.output
     assert other.seconds < 30
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.slow
-def test_a_stopped_process_ends_the_others(rank):
-    ends = failing("os.kill(os.getpid(), signal.SIGSTOP)", rank, stopped=rank)
-    other = ends[1 - rank]
-    assert (ends[rank].status, other.status) == (None, 75)
-    assert f"process {rank} failed: no sign of life for 4 s" in other.output
+def test_a_stopped_process_ends_the_others():
+    stopped, other = failing("os.kill(os.getpid(), signal.SIGSTOP)", 0, stopped=0)
+    assert (stopped.status, other.status) == (None, 75)
+    assert "process 0 failed: no sign of life for 4 s" in other.output
     assert re.search(r"exiting with status 75: lost a peer \(process \d is in step \d of fit\)", other.output)
     assert other.seconds < 30
 
@@ -306,8 +302,8 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_run_survives_kills(whole, tmp_path):
-    assert_survives(whole, tmp_path, num_kills=2)
+def test_a_run_survives_a_kill(whole, tmp_path):
+    assert_survives(whole, tmp_path, num_kills=1)
 
 
 def assert_survives(whole, tmp_path, *, num_kills) -> None:

@@ -188,7 +188,6 @@ HF_MODELS = [
     causal("Llama", GROUPED, LLAMA_RULES | VOCABULARY),
     causal("Qwen2", GROUPED, LLAMA_RULES | VOCABULARY),
     causal("Qwen3", HEADED, LLAMA_RULES | VOCABULARY),
-    causal("Mistral", {**GROUPED, "sliding_window": 4}, LLAMA_RULES | VOCABULARY),
     causal(
         "Gemma2",
         {**HEADED, "sliding_window": 4, "query_pre_attn_scalar": 8},
@@ -268,7 +267,6 @@ HF_MODELS = [
         language,
         BERT_RULES,
     ),
-    HFModel("Roberta", "RobertaForMaskedLM", "RobertaConfig", {**TEXT, **NO_DROPOUT}, language, BERT_RULES),
     HFModel(
         "T5",
         "T5ForConditionalGeneration",
@@ -278,7 +276,6 @@ HF_MODELS = [
         translation,
         megatron("q k v wi", "o wo") | {"shared.weight": P("model", None)},
     ),
-    HFModel("Bart", "BartForConditionalGeneration", "BartConfig", SEQ2SEQ, translation, BART_RULES),
     HFModel(
         "ViT",
         "ViTForImageClassification",

@@ -13,7 +13,6 @@ from tests.tables.cases import BATCH, Case, regression
 from tests.tables.layers import (
     DEPTH,
     WIDTH,
-    Block,
     Checkpointed,
     Collecting,
     Counting,
@@ -110,7 +109,6 @@ ONE_APART = {f"blocks.{i}.up.weight": P("model") for i in (0, 1, 2, 4, 5, 6)}
 
 LAYERED = [
     _case("chain", Stack, rules=MEGATRON),
-    _case("sequential", lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(DEPTH)))),
     _case("batch norm", lambda: Stack(NormBlock)),
     _case("buffers", lambda: Stack(Counting)),
     _case("two groups", Transformer, *[(DEPTH, 1)] * 4, batch=_sequences),
@@ -119,8 +117,7 @@ LAYERED = [
     _case("alternating", _varied(_alternating, depth=6), (3, 2), (3, 2)),
     _case("a rule of autograd", lambda: Stack(WithRule)),
     _case("passed on", Passing),
-    _case("checkpoint", lambda: Checkpointed(False)),
-    _case("reentrant checkpoint", lambda: Checkpointed(True), (DEPTH, 1), (DEPTH, 2)),  # each computed again first
+    _case("reentrant checkpoint", Checkpointed, (DEPTH, 1), (DEPTH, 2)),  # each computed again first
     _case("skips", Skipping, (DEPTH + 1, 1), (DEPTH - 1, 1), (DEPTH, 1), (DEPTH, 1)),
     _case("frozen", _varied(_frozen, depth=6), says="blocks.2"),
     _case("split otherwise", lambda: Stack(depth=7), says="blocks.3", rules=ONE_APART),

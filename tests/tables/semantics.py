@@ -295,20 +295,9 @@ def batch_norm() -> nn.Module:
 
 
 @row(STATE, built)
-def batch_norm_cumulative() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=None), nn.Linear(WIDTH, WIDTH))
-
-
-@row(STATE, built)
 def sync_batch_norm() -> nn.Module:
     """Over the whole batch, however it is split."""
     return nn.SyncBatchNorm.convert_sync_batchnorm(batch_norm())
-
-
-@row(STATE, built)
-def batch_norm_without_statistics() -> nn.Module:
-    norm = nn.BatchNorm1d(WIDTH, track_running_stats=False, affine=False)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, WIDTH))
 
 
 class Averaged(nn.Module):
@@ -373,11 +362,6 @@ def spectral_norm_new() -> nn.Module:
 @row(PARAMETERS, built)
 def orthogonal_householder() -> nn.Module:
     return _wrapped(lambda m: parametrizations.orthogonal(m, orthogonal_map="householder"))
-
-
-@row(PARAMETERS, built)
-def orthogonal_exponential() -> nn.Module:
-    return _wrapped(lambda m: parametrizations.orthogonal(m, orthogonal_map="matrix_exp"))
 
 
 @row(PARAMETERS, built)
@@ -494,11 +478,6 @@ def distributions(m: Any, x: torch.Tensor) -> torch.Tensor:
     choice = torch.distributions.Categorical(logits=m.b(x))
     divergence = torch.distributions.kl_divergence(normal, torch.distributions.Normal(torch.zeros(()), torch.ones(())))
     return normal.log_prob(x) + choice.log_prob(x.argmax(-1))[:, None] + choice.entropy()[:, None] + divergence
-
-
-@row(CONTROL)
-def gaussian_loss(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return F.gaussian_nll_loss(m.a(x), x, m.b(x).exp(), reduction="none")
 
 
 @row(CONTROL)

@@ -1,7 +1,6 @@
 """Python that asks a buffer for its value: the program is for that value, and another one for another."""
 
 import dataclasses
-import pathlib
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from torch import nn
 import torch_shard as ts
 from tests.oracles.eager import agrees_with_torch
 from tests.oracles.steps import mean_square, step_of
-from torch_shard._fit import read_metrics
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 
@@ -193,10 +191,3 @@ def test_an_evaluation_asks_the_state_and_not_the_model() -> None:
         wanted = mean_square(step.export(state).eval(), X).item()
         assert float(evaluate(state, X)["loss"]) == pytest.approx(wanted, rel=1e-5)
         state, _ = step(state, X)
-
-
-def test_the_evaluation_of_fit_asks_the_state(tmp_path: pathlib.Path) -> None:
-    step = step_of(Warms())
-    state = ts.fit(step, None, [X, X], steps=2, eval_loader=[X], log=tmp_path, progress=False)
-    found = [r["loss"] for r in read_metrics(tmp_path / "metrics.jsonl") if r["kind"] == "eval"]
-    assert found == [pytest.approx(mean_square(step.export(state).eval(), X).item(), rel=1e-5)]

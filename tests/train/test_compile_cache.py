@@ -1,8 +1,6 @@
 """Programs kept on disk: another process takes them from there and computes the same bits; nothing else is touched."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +13,14 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles.processes import Family
 from tests.tables.cases import WHOLE, make_mesh, squared_error
 
 HIT, MISS = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
 
 RUN = """
-import collections, json, sys
-import jax
+import collections, json
 jax.config.update("jax_num_cpu_devices", 8)
-import optax, torch
-import torch_shard as ts
 from jax.sharding import PartitionSpec as P
 from torch import nn
 
@@ -48,24 +44,19 @@ print(json.dumps([losses, found]))
 """
 
 
-def start(directory: Path) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", RUN, str(directory)], stdout=pipe, stderr=pipe, text=True)
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[list[str], dict[str, int]]:
-    """The losses, bit by bit, and the events."""
-    out, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors[-3000:]
-    losses, events = json.loads(out.splitlines()[-1])
-    return losses, events
+def run(directory: Path, num: int = 1) -> list[tuple[list[str], dict[str, int]]]:
+    """Of so many processes that start together: the losses, bit by bit, and the events."""
+    with Family(RUN, num, directory) as family:
+        family.wait(list(range(num)), 300)
+    assert [end.status for end in family.ends] == [0] * num, family.ends
+    return [json.loads(end.output.splitlines()[-1]) for end in family.ends]
 
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A directory that a first process has filled, and its losses."""
     directory = tmp_path_factory.mktemp("cache") / "made" / "here"
-    losses, events = finish(start(directory))
+    ((losses, events),) = run(directory)
     assert events.get(HIT, 0) == 0
     assert events[MISS] == 3  # the optimiser's init, the training step, the evaluation step
     return directory, losses
@@ -78,7 +69,7 @@ def entries(directory: Path) -> set[str]:
 def test_a_second_process_takes_every_program_and_computes_the_same_bits(filled: tuple[Path, list[str]]) -> None:
     directory, losses = filled
     before = entries(directory)
-    again, events = finish(start(directory))
+    ((again, events),) = run(directory)
     assert events[HIT] == 3
     assert events.get(MISS, 0) == 0
     assert again == losses
@@ -89,8 +80,7 @@ def test_a_second_process_takes_every_program_and_computes_the_same_bits(filled:
 def test_processes_that_start_together_share_a_directory(tmp_path: Path, filled: tuple[Path, list[str]]) -> None:
     """One may meet an entry that the other is writing: JAX then warns and compiles."""
     filled_entries = entries(filled[0])
-    running = [start(tmp_path), start(tmp_path)]
-    assert [finish(process)[0] for process in running] == [filled[1]] * 2
+    assert [losses for losses, _ in run(tmp_path, 2)] == [filled[1]] * 2
     assert entries(tmp_path) == filled_entries
 
 

@@ -124,7 +124,6 @@ CASES = {
     "gather, documents": Case(kind="documents"),
     "ring, documents": Case(mode="ring", kind="documents"),
     "ring, causal, three axes": Case(sizes=THREE, mode="ring"),
-    "ring, padding, alone": Case(sizes=ALONE, mode="ring", kind="padding"),
     "heads, documents": Case(mode="heads", kind="documents"),
     "net, sequence": Case(sizes=THREE, plan={"sequence": True}),
     "net, loop, ring": Case(
@@ -132,7 +131,7 @@ CASES = {
     ),
     **{
         f"{name}, {mode}, {kind or 'causal'}": Case(name, THREE, mode, kind)
-        for name, mode, kind in (("llama", "ring", ""), ("gemma2", "ring", ""), ("mixtral", "gather", "padding"))
+        for name, mode, kind in (("gemma2", "ring", ""), ("mixtral", "gather", "padding"))
     },
 }
 

@@ -1,15 +1,11 @@
 """Loops that never wait, on simulated devices."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
+from tests.oracles.processes import run_alone
+
 START = """
-import jax
 jax.config.update("jax_num_cpu_devices", 8)
-import optax, torch, torch_shard as ts
 from jax.sharding import NamedSharding, PartitionSpec as P
 mesh = ts.make_mesh(batch=4, model=2)
 """
@@ -40,7 +36,6 @@ print(y.sum().item())
 )
 def test_a_long_loop_that_never_waits_comes_to_its_end(loop: str) -> None:
     """Where nobody waits, XLA aborts it at step 60 to 180 (eager: in most runs); it would wait a minute before that."""
-    environ = {**os.environ, "NPROC": "1"}  # XLA then has no more threads than devices, whatever the machine
-    command = [sys.executable, "-c", START + loop]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
+    # XLA then has no more threads than devices, whatever the machine
+    done = run_alone(START + loop, timeout_s=240, NPROC="1")
+    assert done.status == 0, done.output[-2000:]

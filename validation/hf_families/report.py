@@ -192,7 +192,7 @@ name is whole there, as in transformers. What does not divide is whole too; `fro
 
 `python -m validation.hf_families.report --write` writes this page, `pytest validation/hf_families` checks it. That each
 device's part is the one that tensor parallelism of transformers gives a process is checked for {checked} of them by
-`tests/plans/test_hf_parallel.py`.
+`validation/hf_families/test_hf_parallel.py`.
 
 {counts}
 
@@ -206,7 +206,7 @@ def page(outcomes: list[Outcome]) -> str:
     """The page of the documentation."""
     import transformers
 
-    from tests.plans.test_hf_parallel import CHECKED
+    from validation.hf_families.test_hf_parallel import CHECKED
 
     made = [o for o in outcomes if not o.error]
     counts = (

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import torch_shard as ts
+from tests.loss import test_metric_updates
 from tests.oracles import derivatives
 from tests.oracles.eager import agrees_with_torch
 from tests.oracles.steps import sgd_step
@@ -169,3 +170,16 @@ def test_factors_of_matrices_that_are_hardly_positive() -> None:
     with pytest.raises(utils.errors.NotPSDError), pytest.warns(utils.warnings.NumericalWarning):
         utils.cholesky.psd_safe_cholesky(negative)
     assert torch.isnan(ts.jax_jit(utils.cholesky.psd_safe_cholesky)(negative).cpu()).any()
+
+
+@pytest.mark.parametrize("name", ["forward", "auroc", "collection"])
+def test_torchmetrics(name: str) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    options = {"task": "multiclass", "num_classes": 4}
+    plain = lambda m, out, target: m.update(out, target)  # noqa: E731
+    metric, use = {
+        "forward": (lambda: torchmetrics.Accuracy(**options), lambda m, out, target: m(out, target)),
+        "auroc": (lambda: torchmetrics.AUROC(**options), plain),
+        "collection": (lambda: torchmetrics.MetricCollection([torchmetrics.F1Score(**options)]), plain),
+    }[name]
+    test_metric_updates.check(metric, use, within=True)
