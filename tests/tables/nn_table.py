@@ -91,6 +91,12 @@ X, IMAGE, SIGNAL, VOLUME = floats(3, 4, 6), floats(2, 4, 7, 6), floats(2, 4, 9),
 DRAWING = {nn.RReLU, nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d}
 PAIR = (normal(5, 4), normal(5, 4))
 
+SINCE_2_13 = [
+    row(nn.LinearCrossEntropyLoss, normal(5, 4), labels(6, 5))(4, 6, bias=True, options=nn.LinearCrossEntropyOptions())
+    for _ in range(hasattr(nn, "LinearCrossEntropyLoss"))
+]
+"""Of torch 2.13 and newer."""
+
 LAYERS = [
     row(nn.CELU, X)(0.7),
     row(nn.ELU, X)(1.3),
@@ -158,7 +164,7 @@ LAYERS = [
     row(nn.BCELoss, floats(5, 4, low=0.05, high=0.9), floats(5, 4, low=0.1, high=0.95))(),
     row(nn.BCEWithLogitsLoss, normal(5, 4), coins)(pos_weight=torch.tensor([1.0, 2.0, 0.5, 3.0])),
     row(nn.CrossEntropyLoss, normal(5, 4), lambda: torch.randn(5, 4).softmax(-1))(),
-    row(nn.LinearCrossEntropyLoss, normal(5, 4), labels(6, 5))(4, 6, bias=True, options=nn.LinearCrossEntropyOptions()),
+    *SINCE_2_13,
     row(nn.NLLLoss, log_softmax(5, 4), labels(4, 5))(),
     row(nn.KLDivLoss, log_softmax(5, 4), floats(5, 4, low=0.1, high=1))(reduction="batchmean"),
     row(nn.PoissonNLLLoss, normal(5, 4), floats(5, 4, low=0.5, high=4))(full=True),
