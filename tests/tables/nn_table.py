@@ -164,7 +164,6 @@ LAYERS = [
     row(nn.BCELoss, floats(5, 4, low=0.05, high=0.9), floats(5, 4, low=0.1, high=0.95))(),
     row(nn.BCEWithLogitsLoss, normal(5, 4), coins)(pos_weight=torch.tensor([1.0, 2.0, 0.5, 3.0])),
     row(nn.CrossEntropyLoss, normal(5, 4), lambda: torch.randn(5, 4).softmax(-1))(),
-    *SINCE_2_13,
     row(nn.NLLLoss, log_softmax(5, 4), labels(4, 5))(),
     row(nn.KLDivLoss, log_softmax(5, 4), floats(5, 4, low=0.1, high=1))(reduction="batchmean"),
     row(nn.PoissonNLLLoss, normal(5, 4), floats(5, 4, low=0.5, high=4))(full=True),
@@ -180,6 +179,7 @@ LAYERS = [
     row(nn.MaxPool2d, IMAGE)(3, 2, 1, ceil_mode=True),
     norm(nn.BatchNorm2d, normal(2, 4, 7, 6))(4, momentum=0.3),
     norm(nn.GroupNorm, normal(2, 4, 7, 6))(2, 4),
+    *SINCE_2_13,
 ]
 # Much like one of these.
 MORE = [
