@@ -65,6 +65,8 @@ def test_help_says_what_every_function_is_and_every_argument():
     for key, function in [member for name in NAMES for member in members(name).items()] + list(NAMES.items()):
         text = inspect.getdoc(function) or ""
         given = [] if inspect.isclass(function) else inspect.signature(function).parameters
+        if re.search(r"\._\w", str(inspect.signature(function))):
+            faults.append(f"{key}: its signature has names of private modules")
         faults += [
             f"{key}: {p}"
             for p in given

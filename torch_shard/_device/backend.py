@@ -1,5 +1,7 @@
 """The module `torch.jax`: the functions that PyTorch asks of a device type."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 

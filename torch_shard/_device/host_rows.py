@@ -1,5 +1,7 @@
 """Rows of a batch that several processes give together, each those of its own devices."""
 
+from __future__ import annotations
+
 import collections
 import dataclasses
 import functools
@@ -69,7 +71,7 @@ class HostRows:
     where: str
 
     @classmethod
-    def of(cls, layout: BatchLayout) -> "HostRows":
+    def of(cls, layout: BatchLayout) -> HostRows:
         """For batches of this layout."""
         mesh, found = layout.mesh, collections.defaultdict[int, set[int]](set)
         placed = layout.sharding(1).devices_indices_map((mesh.size,))

@@ -1,5 +1,7 @@
 """Entries of a state_dict onto the mesh and back, one at a time; host batches onto the mesh."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -291,7 +293,7 @@ class BatchLayout:
                 "(DataLoader(drop_last=True))." + " Pad sequences to a length that divides." * self._follows_plan
             )
 
-    def at(self, paths: list[str]) -> list["BatchLayout"]:
+    def at(self, paths: list[str]) -> list[BatchLayout]:
         """The placement of each leaf.
 
         Args:
@@ -312,7 +314,7 @@ class BatchLayout:
         found = (next((glob for glob, matches in matchers.items() if matches(name)), None) for name in names)
         return [self if glob is None else self.apart[glob] for glob in found]
 
-    def of_leaves(self, shapes: Sequence[tuple[int, ...]], paths: list[str] | None = None) -> list["BatchLayout"]:
+    def of_leaves(self, shapes: Sequence[tuple[int, ...]], paths: list[str] | None = None) -> list[BatchLayout]:
         """The placement of each leaf, of a batch whose sequence is split over an axis of its own too.
 
         The leaves with two dims, (rows, sequence), say how long the sequence is; without any, all leaves with more.

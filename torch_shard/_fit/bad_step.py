@@ -1,5 +1,7 @@
 """Reactions of a run to a step whose loss or gradient is not usable."""
 
+from __future__ import annotations
+
 import dataclasses
 import logging
 import math

@@ -1,5 +1,7 @@
 """Rows of a map-style dataset: each process reads those of its own devices, in one order however many there are."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """The training loop: steps, progress, metrics, evaluation, checkpoints, and an orderly end."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import logging

@@ -3,6 +3,8 @@
 Shapes: B rows, T tokens of a batch as it comes, L of one as it is given on.
 """
 
+from __future__ import annotations
+
 import collections
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast

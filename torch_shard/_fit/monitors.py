@@ -3,6 +3,8 @@
 # JAX annotates its functions in part.
 # pyright: reportUnknownMemberType=false
 
+from __future__ import annotations
+
 import os
 import time
 

@@ -1,5 +1,7 @@
 """`generate`: checks, padding on the left up to a bucket, and the two programs one after the other."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import weakref

@@ -1,5 +1,7 @@
 """One process's values for all: modules that were made differently become alike."""
 
+from __future__ import annotations
+
 import itertools
 
 import jax

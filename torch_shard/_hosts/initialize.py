@@ -1,5 +1,7 @@
 """`ts.initialize()`: one call that starts JAX's processes as one job, whatever has launched them."""
 
+from __future__ import annotations
+
 import dataclasses
 import importlib.util
 import logging
@@ -18,7 +20,7 @@ from torch_shard._hosts.launchers import HOW, Found, read_launchers
 
 logger = logging.getLogger(__name__)
 
-_launch: "Launch | None" = None  # what initialize has found, or was told
+_launch: Launch | None = None  # what initialize has found, or was told
 
 
 @dataclasses.dataclass(frozen=True)

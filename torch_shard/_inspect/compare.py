@@ -1,5 +1,7 @@
 """Training by eager torch and by a step of ours side by side: compare_with_torch, and the table it returns."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 

@@ -1,5 +1,7 @@
 """Shardings of arrays, modules and states, drawn as grids of devices."""
 
+from __future__ import annotations
+
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sized

@@ -1,5 +1,7 @@
 """The parts of a capture of a loss: operators, their lowerings, what was skipped and what has none."""
 
+from __future__ import annotations
+
 import collections
 import dataclasses
 import operator

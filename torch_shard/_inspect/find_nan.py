@@ -3,6 +3,8 @@
 # JAX and PyTorch annotate some of their functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Mapping

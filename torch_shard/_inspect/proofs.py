@@ -1,5 +1,7 @@
 """The table of proofs: a row for each layout, with how far each kind of value is from eager torch."""
 
+from __future__ import annotations
+
 import dataclasses
 
 from rich.table import Table

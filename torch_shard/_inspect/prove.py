@@ -1,5 +1,7 @@
 """Every way to lay a model over devices, proved against eager torch in one call."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """`torch.cond` in a capture: one conditional of the compiled program, of which only one branch runs."""
 
+from __future__ import annotations
+
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -88,10 +90,10 @@ class _Anything:
     def __format__(self, spec: str) -> str:
         return ""
 
-    def __getitem__(self, index: object) -> "_Anything":
+    def __getitem__(self, index: object) -> _Anything:
         return self
 
-    def __getattr__(self, name: str) -> "_Anything":
+    def __getattr__(self, name: str) -> _Anything:
         return self
 
 

@@ -1,5 +1,7 @@
 """A user's own JAX function in a place of torch's: its registration, and its calls in captures."""
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
@@ -59,7 +61,7 @@ class Kernel:
             KERNELS.remove(self)
             self._take_away()
 
-    def __enter__(self) -> "Kernel":
+    def __enter__(self) -> Kernel:
         return self
 
     def __exit__(

@@ -1,5 +1,7 @@
 """`lowering`: what an operator that a user has registered with `torch.library` means in JAX."""
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any

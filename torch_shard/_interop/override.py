@@ -1,5 +1,7 @@
 """`override`: a JAX function in the place of one of torch, of a library or of a module's forward, in captures."""
 
+from __future__ import annotations
+
 import contextvars
 import dataclasses
 import functools
@@ -124,7 +126,7 @@ class _Place:
         return _signature_of(self.function)
 
     @classmethod
-    def of(cls, function: Any) -> "_Place":
+    def of(cls, function: Any) -> _Place:
         if isinstance(function, type) and issubclass(function, nn.Module):
             return cls(f"{function.__module__}.{function.__qualname__}.forward", function.forward, function, "forward")
         function = getattr(function, "_opoverload", function)  # of what custom_op returns
@@ -155,7 +157,7 @@ class _Place:
             f"got {function!r:.99}."
         )
 
-    def put(self, instead: "_Override") -> Callable[[], None]:
+    def put(self, instead: _Override) -> Callable[[], None]:
         """Put an override into the tables; returns what takes it away."""
 
         def call(*args: PyTree, **kwargs: PyTree) -> PyTree:  # a function, for a class makes methods of these alone
@@ -200,7 +202,7 @@ def _is_held(function: types.FunctionType) -> bool:
     return any(value is function for module in modules for value in list(vars(module).values()))
 
 
-_LEFT: contextvars.ContextVar[tuple["_Override", ...]] = contextvars.ContextVar("left", default=())
+_LEFT: contextvars.ContextVar[tuple[_Override, ...]] = contextvars.ContextVar("left", default=())
 """Overrides whose calls torch's own function is running."""
 
 

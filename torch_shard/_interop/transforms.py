@@ -4,6 +4,8 @@ Each takes the keyword arguments of the JAX transform that it adapts. Adapted fu
 allows, take torch tensors of the CPU or the jax device, numpy arrays and Python numbers, and return jax-device tensors.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast

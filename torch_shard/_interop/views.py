@@ -1,5 +1,7 @@
 """JAX from torch code and torch from JAX code: `call_jax`, `torch_view`, and their kin."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import itertools

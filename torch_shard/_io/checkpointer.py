@@ -1,5 +1,7 @@
 """Checkpoints: the whole state of a run on disk, whole or not at all, and back onto any mesh."""
 
+from __future__ import annotations
+
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -307,7 +309,7 @@ class Checkpointer:
                 self._claimed = False
                 self._lock.release()
 
-    def __enter__(self) -> "Checkpointer":
+    def __enter__(self) -> Checkpointer:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:

@@ -1,5 +1,7 @@
 """The values of a state or a module as files that others read: safetensors, and torch.save."""
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 import json

@@ -1,5 +1,7 @@
 """Weights from files onto the mesh: every shard reads its own slice, once all has been found to fit."""
 
+from __future__ import annotations
+
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping

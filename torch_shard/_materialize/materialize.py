@@ -1,5 +1,7 @@
 """Sharded initialization: each tensor of a module is computed on its shards."""
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 

@@ -5,6 +5,8 @@
 # pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false
 
+from __future__ import annotations
+
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence

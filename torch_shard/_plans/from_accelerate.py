@@ -1,5 +1,7 @@
 """What a `ParallelismConfig` of accelerate asks for: a mesh, a plan and how the batch is split."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Sequence
 

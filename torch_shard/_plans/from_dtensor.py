@@ -3,6 +3,8 @@
 # PyTorch annotates some of its functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
+from __future__ import annotations
+
 import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,7 +36,7 @@ logger = logging.getLogger(__name__)
 def from_dtensor(
     model: nn.Module,
     mesh: Mesh,
-    parallelize_plan: "ParallelStyle | Mapping[str, ParallelStyle]",
+    parallelize_plan: ParallelStyle | Mapping[str, ParallelStyle],
     *,
     tp: str = "model",
     fsdp: Axes | None = None,
@@ -105,7 +107,7 @@ def _check_ndim(ndim: object) -> None:
         raise TypeError(f"{caller()}: ndim must be a whole number, or some by names or globs of modules; got {shown}.")
 
 
-def layouts_of(mesh: Mesh, tp: str, batch_spec: PartitionSpec | None, ndim: int | Mapping[str, int]) -> "Layouts":
+def layouts_of(mesh: Mesh, tp: str, batch_spec: PartitionSpec | None, ndim: int | Mapping[str, int]) -> Layouts:
     """What placements mean on a mesh."""
     from torch_shard._plans.dtensor_layouts import Layouts
 
@@ -125,7 +127,7 @@ class _Reader:
         constraints: On activations, by place; where hooks of two styles follow each other, the last one's.
     """
 
-    def __init__(self, model: nn.Module, plan: object, layouts: "Layouts") -> None:
+    def __init__(self, model: nn.Module, plan: object, layouts: Layouts) -> None:
         self.model, self.layouts = model, layouts
         self.faults, self.unmatched = list[str](), list[str]()
         self.constraints: dict[str, PartitionSpec] = {}
@@ -158,7 +160,7 @@ class _Reader:
             )
         return decisions
 
-    def _read(self, path: str, module: nn.Module, style: "ParallelStyle", key: str) -> None:
+    def _read(self, path: str, module: nn.Module, style: ParallelStyle, key: str) -> None:
         if (fault := _find_class_fault(module, style)) is not None:
             self.faults.append(f"{path or 'the model'} ({key!r}): {fault}")
             return
@@ -188,7 +190,7 @@ _SPLITTING = ("ColwiseParallel", "RowwiseParallel", "SequenceParallel")
 """Styles that make parameters DTensors, of which a module can have one."""
 
 
-def _styles(plan: object) -> dict[str, "ParallelStyle"]:
+def _styles(plan: object) -> dict[str, ParallelStyle]:
     from torch.distributed.tensor.parallel import ParallelStyle
 
     styles = {"": plan} if isinstance(plan, ParallelStyle) else plan
@@ -216,7 +218,7 @@ def _find(model: nn.Module, key: str) -> Iterator[tuple[str, nn.Module]]:
     yield from found.items()
 
 
-def _find_class_fault(module: nn.Module, style: "ParallelStyle") -> str | None:
+def _find_class_fault(module: nn.Module, style: ParallelStyle) -> str | None:
     from torch.distributed.tensor import parallel
 
     known = (
@@ -238,7 +240,7 @@ def _find_class_fault(module: nn.Module, style: "ParallelStyle") -> str | None:
     return None
 
 
-def _splits(module: nn.Module, style: "ParallelStyle") -> Iterator[tuple[str, torch.Tensor, int | None]]:
+def _splits(module: nn.Module, style: ParallelStyle) -> Iterator[tuple[str, torch.Tensor, int | None]]:
     """The parameters that a style makes DTensors, with the dim that it splits."""
     kind = type(style).__name__
     for name, entry in module.named_parameters() if kind in _SPLITTING else ():
@@ -252,7 +254,7 @@ def _splits(module: nn.Module, style: "ParallelStyle") -> Iterator[tuple[str, to
             yield name, entry, 1 if name == "weight" else None
 
 
-def _asked(module: nn.Module, style: "ParallelStyle") -> Iterator[tuple[str | int, "Placement"]]:
+def _asked(module: nn.Module, style: ParallelStyle) -> Iterator[tuple[str | int, Placement]]:
     """The layouts that a style enforces, by argument of forward; "" is what is returned, a number no argument."""
     from torch.distributed.tensor import Replicate, Shard, parallel
 
@@ -282,12 +284,12 @@ def _asked(module: nn.Module, style: "ParallelStyle") -> Iterator[tuple[str | in
                 yield "" if len(wanted) == 1 else f"return.{number}", placement
 
 
-def _enforced(pairs: "Iterable[tuple[Placement | None, Placement | None]]") -> "list[Placement | None]":
+def _enforced(pairs: Iterable[tuple[Placement | None, Placement | None]]) -> list[Placement | None]:
     """The wanted layouts, but for what stays as it is: given without a layout, or whole and wanted whole."""
     return [None if given is None or (given == wanted and given.is_replicate()) else wanted for given, wanted in pairs]
 
 
-def _by_position(module: nn.Module, wanted: "list[Placement | None]") -> Iterator[tuple[str | int, "Placement"]]:
+def _by_position(module: nn.Module, wanted: list[Placement | None]) -> Iterator[tuple[str | int, Placement]]:
     names = positional(module)
     for number, placement in enumerate(wanted):
         if placement is not None:

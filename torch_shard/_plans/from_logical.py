@@ -3,6 +3,8 @@
 # PyTorch annotates some of its functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Mapping, Sequence
 from typing import cast

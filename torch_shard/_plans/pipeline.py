@@ -1,5 +1,7 @@
 """The recipe that splits the repeated layers of a model over stages."""
 
+from __future__ import annotations
+
 import dataclasses
 
 from torch_shard._common.caller import error_prefix

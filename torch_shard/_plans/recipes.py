@@ -3,6 +3,8 @@
 # PyTorch annotates some of its functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Collection

@@ -1,5 +1,7 @@
 """Context parallelism: over which axis of the mesh the sequence is split, and how attention then finds all keys."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Literal, get_args
 

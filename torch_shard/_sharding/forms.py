@@ -6,6 +6,8 @@
 # JAX and PyTorch annotate some of their functions in part.
 # pyright: reportUnknownMemberType=false
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable

@@ -3,6 +3,8 @@
 # JAX and PyTorch annotate some of their functions in part.
 # pyright: reportUnknownMemberType=false
 
+from __future__ import annotations
+
 import collections
 import difflib
 import math

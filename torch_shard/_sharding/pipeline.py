@@ -1,5 +1,7 @@
 """Pipeline parallelism: over which axis of the mesh the repeated layers are split, and in which order stages work."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Literal, get_args
 

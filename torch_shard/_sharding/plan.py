@@ -3,6 +3,8 @@
 # What a module holds, PyTorch keeps in attributes with an underscore, and annotates in part.
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 
+from __future__ import annotations
+
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
@@ -118,7 +120,7 @@ class ShardingPlan(InNotebooks):
     def _forms(self) -> Mapping[_Rule, Form]:
         return cast(Mapping[_Rule, Form], self.stored)
 
-    def __or__(self, other: "ShardingPlan | Rules") -> "ShardingPlan":
+    def __or__(self, other: ShardingPlan | Rules) -> ShardingPlan:
         """This plan, edited: where a rule of `other` matches, those of this plan do not count.
 
         Args:

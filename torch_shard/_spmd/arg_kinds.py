@@ -1,5 +1,7 @@
 """Kinds of arguments under `tpmap`: how they reach the devices, and whether they suit that."""
 
+from __future__ import annotations
+
 import dataclasses
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence

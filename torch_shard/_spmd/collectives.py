@@ -1,5 +1,7 @@
 """Collectives on torch tensors by axis name: the public `torch_shard.collectives` says what they mean."""
 
+from __future__ import annotations
+
 import contextlib
 import math
 from collections.abc import Callable, Sequence

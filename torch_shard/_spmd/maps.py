@@ -1,5 +1,7 @@
 """The adapters that map a torch callable over devices or rows, and bind named axes for `torch_shard.collectives`."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import inspect

@@ -1,5 +1,7 @@
 """One tree per device, one tree per process, and whether replicas are what they should be: equal."""
 
+from __future__ import annotations
+
 import collections
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,5 +1,7 @@
 """`tpmap`: a torch function runs once per device, and nobody sees the device axis unless they ask for it."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Mapping, Sequence
 

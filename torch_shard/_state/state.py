@@ -1,5 +1,7 @@
 """The state of a training run: what it holds, which of it is stored together, and where it lies."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping

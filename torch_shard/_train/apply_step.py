@@ -3,6 +3,8 @@
 # JAX and PyTorch annotate some of their functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, cast

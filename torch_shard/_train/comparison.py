@@ -3,6 +3,8 @@
 # JAX annotates its functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
+from __future__ import annotations
+
 import dataclasses
 import logging
 import math

@@ -3,6 +3,8 @@
 # JAX annotates its functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import jax

@@ -3,6 +3,8 @@
 # optax has no stubs.
 # pyright: reportMissingTypeStubs=false
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping, Sequence
 

@@ -4,6 +4,8 @@
 # pyright: reportMissingTypeStubs=false
 # pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import logging

@@ -3,6 +3,8 @@
 # JAX, PyTorch and optax annotate some of their functions in part.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 
+from __future__ import annotations
+
 import functools
 import inspect
 import math

@@ -3,6 +3,8 @@
 # PyTorch and JAX annotate some of their functions in part; what JSON holds is anything.
 # pyright: reportUnknownMemberType=false
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import os
