@@ -3,6 +3,8 @@
 # optax has no stubs.
 # pyright: reportMissingTypeStubs=false
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import logging
