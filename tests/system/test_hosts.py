@@ -307,7 +307,7 @@ def test_a_run_survives_a_kill(whole, tmp_path):
 
 
 def assert_survives(whole, tmp_path, *, num_kills) -> None:
-    """Kill one process of a run so often, at first process 0, and let it go on: it ends as the one that nobody kills."""
+    """Kill one process of a run so often, at first process 0, and let it go on: it ends as one that nobody kills."""
     draw, kills = random.Random(3), 0
     while kills < num_kills:
         ends = survive(tmp_path / "killed", draw.randrange(2), draw.uniform(3, 8))
