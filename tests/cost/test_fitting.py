@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 import torch
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from torch import nn
 
@@ -113,3 +114,19 @@ def test_what_the_partitioner_breaks_is_refused_in_our_words() -> None:
         with pytest.raises(NotImplementedError, match=message):
             step(state, case.make_batch())
         assert not any(array.is_deleted() for array in jax.tree.leaves(state))
+
+
+def test_xlas_warnings_of_what_it_gathers_are_left_out(capfd: pytest.CaptureFixture[str]) -> None:
+    mesh = ts.make_mesh(batch=4, model=2)
+
+    def lowered(scale: float) -> jax.stages.Lowered:
+        def fn(x: jax.Array) -> jax.Array:
+            split = jax.lax.with_sharding_constraint(jnp.sin(x), NamedSharding(mesh, P(("batch", "model"))))
+            return jax.lax.with_sharding_constraint(jnp.cos(split) * scale, NamedSharding(mesh, P(None, "model")))
+
+        return jax.jit(fn).lower(jax.ShapeDtypeStruct((32, 16), "float32", sharding=NamedSharding(mesh, P())))
+
+    compile_or_refuse(lowered(2.0))
+    assert "rematerialization" not in capfd.readouterr().err
+    lowered(3.0).compile()
+    assert "Involuntary full rematerialization" in capfd.readouterr().err

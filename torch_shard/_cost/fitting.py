@@ -5,11 +5,13 @@
 
 import contextlib
 import dataclasses
+import os
 import re
 from collections.abc import Generator
 from typing import Any
 
 import jax
+import jaxlib.utils
 from jax.sharding import Mesh
 
 from torch_shard._common.caller import caller
@@ -84,7 +86,8 @@ def memory_of_program(compiled: jax.stages.Compiled, platform: str) -> ProgramMe
 def compile_or_refuse(lowered: jax.stages.Lowered) -> jax.stages.Compiled | TooLarge:
     """Compile a program; compilers that know the device's memory, as that for TPUs does, may refuse it."""
     try:
-        return lowered.compile()
+        with _quiet_compiler():
+            return lowered.compile()
     except RuntimeError as error:  # JAX's
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -95,7 +98,8 @@ def compile_or_refuse(lowered: jax.stages.Lowered) -> jax.stages.Compiled | TooL
 def partitioner_refusals(mesh: Mesh) -> Generator[None, None, None]:
     """Say of a program that XLA's partitioner breaks, as its own verifier finds, what its user can do."""
     try:
-        yield
+        with _quiet_compiler():
+            yield
     except RuntimeError as error:  # JAX's
         if "[hlo verifier]" not in str(error):
             raise
@@ -104,6 +108,24 @@ def partitioner_refusals(mesh: Mesh) -> Generator[None, None, None]:
             f"{str(error).splitlines()[0][:200]}. This is an error of its own. Split fewer entries or activations of "
             "the plan, or over fewer axes: P() is always fine. The state is as it was."
         ) from error
+
+
+@contextlib.contextmanager
+def _quiet_compiler() -> Generator[None, None, None]:
+    """Leave out XLA's warnings of what it gathers, which a preview has by module; unless the user chose a level."""
+    chosen = jax.config.values["jax_logging_level"] != "NOTSET"
+    if chosen or os.environ.get("TF_CPP_MIN_LOG_LEVEL") != str(_WARNING):
+        yield
+        return
+    jaxlib.utils.absl_set_min_log_level(_WARNING + 1)
+    try:
+        yield
+    finally:
+        jaxlib.utils.absl_set_min_log_level(_WARNING)
+
+
+_WARNING = 1
+"""The lowest level that XLA writes, where JAX chooses it."""
 
 
 def _needed(message: str) -> int | None:
