@@ -46,8 +46,9 @@ def test_a_million_numbers_of_every_dtype(name: str, dtype: torch.dtype) -> None
     assert distance < 1.95 * (2 / NUM) ** 0.5 + (torch.finfo(dtype).eps / 2 if dtype != torch.float32 else 0)
     # The largest of a million differ by less than a fifth of the spread: 4.5 to 5.5 standard deviations of a normal
     # distribution, 7 to 11 of an exponential one, which are further out than numbers of few bits come.
-    centre = wanted.mean()
-    for one, other in ((found.max(), wanted.max()), (found.min(), wanted.min())):
+    # So wide a tail has torch in float32: its draws in bfloat16 ended at 3.3 deviations before torch 2.13.
+    centre, wide = wanted.mean(), DRAWS[name](torch.empty(NUM))
+    for one, other in ((found.max(), wide.max()), (found.min(), wide.min())):
         assert abs(one - other) <= 0.35 * abs(other - centre) + 1e-6
 
 
