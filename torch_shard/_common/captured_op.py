@@ -1,5 +1,8 @@
 """Operators of PyTorch that stand in captured graphs alone: they have shapes and a lowering, and no kernel."""
 
+# PyTorch annotates some of its functions in part.
+# pyright: reportUnknownMemberType=false
+
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 

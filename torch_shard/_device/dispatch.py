@@ -300,7 +300,8 @@ def register_device() -> None:
     JaxTensor.run_operator = staticmethod(runner)
     import_torchax()
     del torch.jax  # pyright: ignore[reportAttributeAccessIssue]
-    torch._register_device_module("jax", DeviceModule())
+    module: Any = DeviceModule()  # a module to torch, by its functions
+    torch._register_device_module("jax", module)
     acc.register_python_privateuseone_hook(backend_registration._DummyPrivateUse1Hook())
     acc.register_python_privateuseone_device_guard(backend_registration._DummyDeviceGuard())
     _FALLBACK.fallback(lambda func, *args, **kwargs: runner(func)(*args, **kwargs), "PrivateUse1")
