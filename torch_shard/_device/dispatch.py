@@ -6,6 +6,7 @@ Importing this module registers the device.
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
