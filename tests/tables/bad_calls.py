@@ -417,7 +417,7 @@ REFUSED: dict[str, dict[str, str]] = {
         'step(state, {1: x, "a": x})': "TypeError: make_train_step: a dict has the keys 1, 'a', which cannot be put in order, as JAX",
         'step(state, {"a": {1: x, "b": x}})': "TypeError: make_train_step: a dict has the keys 1, 'b', which cannot be put in order, as JAX",
         "step(state, (y for y in [x]))": "TypeError: make_train_step: batch is of type generator, which is neither an array nor an",
-        "step(state, jax.random.key(0))": "TypeError: make_train_step: batch: A random key of JAX is no argument of a torch function: pass it as key=.",
+        "step(state, jax.random.key(0))": "TypeError: make_train_step: batch: a random key of JAX (key<fry>) has no torch counterpart. Adapters take one as key=; a step",
         'step(state, x, skip_grad_norm="1")': "ValueError: make_train_step: skip_grad_norm must be a positive number, math.inf to skip only",
         "step(state, x, skip_grad_norm=0)": "ValueError: make_train_step: skip_grad_norm must be a positive number, math.inf to skip only",
         "step.prove(None, x)": "TypeError: make_train_step: state must be a TrainState, got NoneType.",

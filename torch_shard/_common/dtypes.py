@@ -45,7 +45,10 @@ def jax_dtype(dtype: torch.dtype) -> np.dtype:
 def torch_dtype(dtype: np.dtype) -> torch.dtype:
     """The torch dtype of a JAX dtype."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        raise TypeError("A random key of JAX is no argument of a torch function: pass it as key=.")
+        raise TypeError(
+            f"a random key of JAX ({dtype}) has no torch counterpart. Adapters take one as key=; a step draws by its "
+            "own, step.init(seed=0)."
+        )
     found = None if jnp.issubdtype(dtype, jax.dtypes.extended) else _JAX_TO_TORCH.get(np.dtype(dtype))
     if found is None:
         raise TypeError(f"JAX dtype {dtype} has no torch counterpart; convert the array with .astype(...).")

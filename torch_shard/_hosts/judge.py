@@ -163,10 +163,11 @@ class Judge:
     def _judge_waits(self, now: float) -> None:
         waiting = {rank: status for rank, status in enumerate(self._seen) if status.waits is not None}
         numbers = {status.waits[0] for status in waiting.values() if status.waits}
+        advice = "" if self.news.failed else f" {TOGETHER}"
         for number in numbers - self._was_refused:
             here = {rank: status for rank, status in waiting.items() if status.waits and status.waits[0] == number}
             if len(here) < len(self._seen) and (reason := self._in_vain(here, number, now)):
-                self.refused[number] = f"the processes do not come together: {reason}. {self._standing()} {TOGETHER}"
+                self.refused[number] = f"the processes do not come together: {reason}. {self._standing()}{advice}"
                 self._was_refused.add(number)
 
     def _in_vain(self, here: dict[int, Status], number: int, now: float) -> str | None:
