@@ -150,18 +150,17 @@ class Loop:
         self.begun = placed
         if self.position < self.proved_until:
             self._prove(placed)
-        is_done = self.reports.look()
         num_compiles, start = self.step.num_compiles, time.perf_counter()
         rates = self.schedule.rates(self.step.optimizer)
         self.state, metrics = self.step(self.state, placed, skip_grad_norm=self.settings.skip_grad_norm)
         self.begun, self.position = None, self.position + 1
-        compiling = time.perf_counter() - start if self.step.num_compiles > num_compiles else 0.0
-        self.reports.leave_out(0.0 if is_done else compiling)  # which is between the last record and what follows
+        end, compiled = time.perf_counter(), self.step.num_compiles > num_compiles
+        if compiled:
+            self.reports.leave_out(start, end)
         self.reports.flush()  # of the batch before, while this one is computed
-        self.reports.leave_out(compiling if is_done else 0.0)
         self.reports.expect(self.position, placed, metrics, rates)
-        if compiling:
-            self._note_compilation(placed, compiling)
+        if compiled:
+            self._note_compilation(placed, end - start)
         self.ahead.fill()
         began = functools.partial(first_non_finite, self.step, placed)
         if self.settings.on_bad_step == "explain":
