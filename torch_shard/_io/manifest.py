@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from torch_shard._common.types import PyTree
 from torch_shard._io.integrity import Unreadable, read_json, reading
+from torch_shard._io.param_groups import plain_groups
 from torch_shard._sharding import Layout, Stacks, describe_group, describe_spec, row_sharding, stack_sharding, take_row
 from torch_shard._state import KINDS, TrainState
 
@@ -275,6 +276,7 @@ class Head:
         mesh: Sizes of the mesh axes that it was split over.
         notes: More that was kept with it, as JSON has it.
         random: Settings of JAX by which the run drew its random numbers; none where an older version wrote it.
+        groups: Numbers of the parameter groups (`lr`, ...) of each optimizer of torch, by what it trains.
         stored: Its arrays.
     """
 
@@ -287,6 +289,7 @@ class Head:
     stored: list[SavedArray]
     notes: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     random: dict[str, str | bool] = dataclasses.field(default_factory=dict[str, str | bool])
+    groups: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict[str, list[dict[str, Any]]])
 
     @classmethod
     def from_json(cls, found: Any) -> "Head":
@@ -305,6 +308,7 @@ class Head:
             mesh={_text(axis): _count(size) for axis, size in found["mesh"].items()},
             notes=dict[str, Any](found.get("notes", {})),
             random={_text(name): value for name, value in found.get("random", {}).items()},
+            groups={label: list(map(dict[str, Any], own)) for label, own in found.get("groups", {}).items()},
             stored=stored,
         )
 
@@ -364,6 +368,7 @@ def head_of(state: TrainState, metrics: Mapping[str, float], notes: Mapping[str,
         stored=list(flatten(state)),
         notes=dict(notes),
         random=random_settings(),
+        groups={label: plain_groups(optimizer) for label, optimizer in state.optimizers.items()},
     )
 
 
