@@ -46,7 +46,7 @@ from torch_shard._io.manifest import (
 from torch_shard._io.orbax import make_orbax, read_arrays, to_save
 from torch_shard._io.param_groups import take_groups
 from torch_shard._sharding import Stacks
-from torch_shard._state import KINDS, TrainState, as_arrays
+from torch_shard._state import KINDS, Optimizers, TrainState, as_arrays
 from torch_shard._train import TrainStep
 
 logger = logging.getLogger(__name__)
@@ -392,10 +392,11 @@ class Checkpointer:
         if params_only:
             return train_step.start({kind: fill_kind(train_step.structs, kind, entries) for kind in KINDS}, seed=seed)
         state = fill(wanted_state, entries)
-        for each in steps:
-            if isinstance(each.optimizer, torch.optim.Optimizer):
-                take_groups(each.optimizer, head.groups.get(each.options.label, []))
-        return dataclasses.replace(state, key=jax.random.wrap_key_data(state.key))
+        labeled = ((each.options.label, each.optimizer) for each in steps)
+        optimizers = Optimizers({label: own for label, own in labeled if isinstance(own, torch.optim.Optimizer)})
+        for label, optimizer in optimizers.items():
+            take_groups(optimizer, head.groups.get(label, []))
+        return dataclasses.replace(state, key=jax.random.wrap_key_data(state.key), optimizers=optimizers)
 
     def _own(self, train_step: TrainStep, found: Entries) -> dict[SavedArray, jax.Array]:
         """Buffers of the model that no `state_dict` has, so that weights from elsewhere come without them."""

@@ -14,10 +14,11 @@ from torch_shard._common.caller import caller
 from torch_shard._common.last_used import KEPT
 from torch_shard._loss.activations import Activations
 from torch_shard._loss.batch import BatchSignature
+from torch_shard._loss.captured import CapturedLoss
 from torch_shard._loss.host_values import HostValues, capture_with
 from torch_shard._loss.joint import JointLoss, LossShape
 from torch_shard._loss.program import LossProgram
-from torch_shard._lowering import OverContext, capture_settings, refuse_change
+from torch_shard._lowering import OverContext, RowSplit, capture_settings, refuse_change
 from torch_shard._scan import CapturedLayers, LayerOptions, capture_layers
 from torch_shard._sharding import LossFn, ResolvedPlan, gradient_hooks, holdings, memory_span
 
@@ -28,16 +29,16 @@ class _Captures:
     """The captures of a model, for as long as steps use them: one holds what the loss closes over."""
 
     def __init__(self) -> None:
-        self._refs: dict[object, list[weakref.ref[LossProgram]]] = {}
+        self._refs: dict[object, list[weakref.ref[CapturedLoss]]] = {}
 
-    def of(self, key: object) -> list[LossProgram]:
+    def of(self, key: object) -> list[CapturedLoss]:
         """Those under a key, the newest first."""
-        return [program for ref in self._refs.get(key, ()) if (program := ref()) is not None]
+        return [captured for ref in self._refs.get(key, ()) if (captured := ref()) is not None]
 
-    def keep(self, key: object, programs: Sequence[LossProgram]) -> None:
+    def keep(self, key: object, found: Sequence[CapturedLoss]) -> None:
         """Put these under a key, and forget what no step uses."""
         self._refs = {other: refs for other, refs in self._refs.items() if any(ref() is not None for ref in refs)}
-        self._refs[key] = [weakref.ref(program) for program in programs]
+        self._refs[key] = [weakref.ref(captured) for captured in found]
 
 
 _CAPTURED = weakref.WeakKeyDictionary[torch.nn.Module, _Captures]()
@@ -53,19 +54,20 @@ class _LossCapture:
     layers: LayerOptions
     sequence_dims: tuple[int | None, ...]
 
-    def run(self, host: HostInputs) -> LossProgram:
+    def run(self, host: HostInputs) -> CapturedLoss:
         """Capture it, for what the host has of the batch and of buffers."""
         what = self._what()
         joint, reads = self.joint(host=host), Reads(self.loss_fn, restore=True)
         try:
-            captured = capture_with(host, lambda: self._layers(joint, reads, what))
+            layers = capture_with(host, lambda: self._layers(joint, reads, what))
         finally:  # a dict that was asked for a parameter may have raised
             reads.refuse_identity(guard := reads.guard(), holdings(self.model).all, what)
-        program = LossProgram(captured, self.model, guard, self.look_again)
+        captured = CapturedLoss(layers, self.model, guard, self.look_again)
+        program = LossProgram.of(captured, None)
         _refuse_aliases(program, self.model, what)
         _warn_of(guard.too_large, what)
         _refuse_written_out(program, joint.context, what)
-        return program
+        return captured
 
     def _layers(self, joint: JointLoss, reads: Reads, what: str) -> CapturedLayers[LossShape]:
         # What is evaluated in torch.inference_mode is the same program; there is nothing to train in it.
@@ -81,12 +83,12 @@ class _LossCapture:
                 sequence_dims=self.sequence_dims,
             )
 
-    def look_again(self, program: LossProgram, host: HostInputs) -> None:
-        """Capture it once more, as the program is about to run again."""
+    def look_again(self, captured: CapturedLoss, host: HostInputs) -> None:
+        """Capture it once more, as a program of it is about to run again."""
         again = self.run(host)
-        if program.is_same(again):
+        if captured.is_same(again):
             return
-        refuse_change(*self.joint(host=host)(None), self._what(), program.difference(again))
+        refuse_change(*self.joint(host=host)(None), self._what(), captured.difference(again))
 
     def _what(self) -> str:
         return f"{caller()}: {getattr(self.loss_fn, 'called', 'the loss')}"
@@ -102,6 +104,7 @@ def loss_program(
     layers: LayerOptions,
     values: HostValues,
     plan: ResolvedPlan,
+    rows: RowSplit | None = None,
     microbatch: int = 0,
     trained: Collection[str] | None = None,
     sequence_dims: tuple[int | None, ...] = (),
@@ -115,10 +118,10 @@ def loss_program(
     key = (*key, hooks, values.num > 1, plan.activations, plan.context, sequence_dims)
     key = (*key, plan.mesh if plan.activations or plan.context else None)  # the mesh says what fits
     family = _CAPTURED.setdefault(model, _Captures())
-    programs = [program for program in family.of(key) if not program.outdated()]
+    known = [captured for captured in family.of(key) if not captured.outdated()]
     host = values.of(microbatch)
-    program = next((program for program in programs if not isinstance(program.answers.run(host), Mismatch)), None)
-    if program is None:
+    captured = next((captured for captured in known if not isinstance(captured.answers.run(host), Mismatch)), None)
+    if captured is None:
         joint = functools.partial(
             JointLoss,
             model,
@@ -130,10 +133,10 @@ def loss_program(
             trained=trained,
             context=OverContext(plan.context, plan.mesh) if plan.context else None,
         )
-        program = _LossCapture(model, loss_fn, joint, layers, sequence_dims).run(host)
-        programs = [program, *programs[: KEPT - 1]]
-    family.keep(key, programs)
-    return program
+        captured = _LossCapture(model, loss_fn, joint, layers, sequence_dims).run(host)
+        known = [captured, *known[: KEPT - 1]]
+    family.keep(key, known)
+    return LossProgram.of(captured, rows)
 
 
 def _refuse_aliases(program: LossProgram, model: torch.nn.Module, what: str) -> None:
@@ -143,7 +146,7 @@ def _refuse_aliases(program: LossProgram, model: torch.nn.Module, what: str) -> 
     spans = [(name, tensor, span) for name, tensor in changing.items() if (span := memory_span(tensor))]
     found = [
         f"  {variable}, {tuple(value.shape)}, in that of {name}, {tuple(tensor.shape)}"
-        for variable, value in program.outside
+        for variable, value in program.captured.outside
         if (own := memory_span(value))
         for name, tensor, span in spans
         if value is not tensor and own[0] < span[1] and span[0] < own[1]

@@ -1,39 +1,27 @@
 """A module with a torch loss as one captured program: loss, metrics, gradients and new buffers of named tensors."""
 
 import contextlib
-import copy
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 
-from torch_shard._capture import (
-    Guard,
-    HostInputs,
-    HostPart,
-    MetricCall,
-    Mismatch,
-    ModuleFlags,
-    flags_hold,
-    made_buffers,
-    module_roots,
-)
+from torch_shard._capture import HostPart, MetricCall, Mismatch
 from torch_shard._common.fx import outputs_of
 from torch_shard._common.pieces import whole
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
-from torch_shard._loss.carried import Answers, outline_of_loss
+from torch_shard._loss.captured import CapturedLoss
+from torch_shard._loss.carried import Answers
 from torch_shard._loss.host_values import HostValues
 from torch_shard._loss.inputs import LossInputs
 from torch_shard._loss.joint import LossShape
 from torch_shard._lowering import (
-    GraphOutline,
+    Program,
     RowSplit,
     compiler_options,
     find_written_out,
@@ -43,13 +31,7 @@ from torch_shard._lowering import (
     report_own,
     rows_split,
 )
-from torch_shard._scan import (
-    CapturedLayers,
-    StackRows,
-    array_of,
-    names_of,
-    report,
-)
+from torch_shard._scan import GraphInput, RolledLoss, StackRows, array_of, names_of, report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,56 +46,50 @@ class LossOutputs:
     """Parameters that forward wrote in place."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class LossProgram:
-    """A captured loss: `run(key, tensors by name, batch arrays, closure arrays) -> LossOutputs`."""
+    """A captured loss: `run(key, tensors by name, batch arrays, closure arrays) -> LossOutputs`.
 
-    def __init__(
-        self,
-        captured: CapturedLayers[LossShape],
-        model: torch.nn.Module,
-        reads: Guard,
-        look_again: "Callable[[LossProgram, HostInputs], None]",
-    ) -> None:
-        program, rolled, self.groups = captured
-        self.program, self.rolled, self.inputs = program, rolled, program.graph.aux.inputs
-        self.report = [*report(self.groups, rolled), *report_own(graph for _, graph in self._graphs)]
-        self.random = program.random if rolled is None else rolled.random
-        self._plain, self.answers = program, Answers(program.graph)
-        self.made_buffers = made_buffers(program.graph.changed)
-        """Buffers that forward registers, of constants: name, value, and whether a `state_dict` has it."""
-        own = {None, *model.modules()}  # None: the scaffold of the capture, gone by now
-        self.others: ModuleFlags = tuple((ref, flag) for ref, flag in program.graph.modules if ref() not in own)
-        """Modules that ran without being part of the model (a teacher), with their training flags."""
-        modules = dict(cast(Iterable[tuple[str, torch.nn.Module]], model.named_modules()))
-        modules |= {f"{type(m).__name__} ({id(m)})": m for ref, _ in self.others if (m := ref()) is not None}
-        self._attributes = Guard(module_roots(modules.items(), model))
-        self._reads, self._look_again = reads, look_again
-        self._rows: RowSplit | None = None
-        self._original: LossProgram | None = None
+    Attributes:
+        captured: The capture that it is of.
+        program: Its graph, which may have numbers as inputs.
+        rolled: Its loops, with a choice of what the backward pass computes again; None without repeated layers.
+        answers: Those to Python's questions that it serves.
+        rows: The axes over which rows of the batch are kept split.
+    """
+
+    captured: CapturedLoss
+    program: Program[LossShape]
+    rolled: RolledLoss | None
+    answers: Answers
+    rows: RowSplit | None = None
+
+    @classmethod
+    def of(cls, captured: CapturedLoss, rows: RowSplit | None) -> "LossProgram":
+        """The program of a capture as it is."""
+        return cls(captured, captured.program, captured.rolled, captured.answers, rows)
+
+    @property
+    def inputs(self) -> list[GraphInput]:
+        """The first inputs of its graph: entries by name, and bundles of them."""
+        return self.program.graph.aux.inputs
+
+    @property
+    def random(self) -> bool:
+        """Whether it draws random numbers."""
+        return self.program.random if self.rolled is None else self.rolled.random
 
     @property
     def _graphs(self) -> list[tuple[str, torch.fx.GraphModule]]:
         """Its graph, and those of the repeated layers as often as they run; each with the path of its module."""
         return [("", self.program.graph.module), *(self.rolled.graphs if self.rolled else ())]
 
-    def _copy(self) -> "LossProgram":
-        other = copy.copy(self)
-        other._original = self  # by which other steps find it as long as this one uses it
-        return other
-
     @functools.cached_property
-    def _outline(self) -> GraphOutline:
-        calls = self.rolled.calls if self.rolled else {}
-        # Of its own capture: what is more general has that of the first.
-        return outline_of_loss(self.program.graph, calls, self.others)
-
-    def is_same(self, other: "LossProgram") -> bool:
-        """Tell whether another capture computes the same."""
-        return self._outline.is_same(other._outline)
-
-    def difference(self, other: "LossProgram") -> str | None:
-        """The name of a value that was another one when another capture read it."""
-        return self._reads.difference(other._reads) or self._attributes.difference(other._attributes)
+    def report(self) -> list[str]:
+        """Lines that say which layers are loops, and how attention, experts and the user's own functions run."""
+        lines = [*report(self.captured.groups, self.rolled), *report_own(graph for _, graph in self._graphs)]
+        makers = (report_context, report_attention, report_experts) if self.rows is not None else ()
+        return [*lines, *(line for make in makers for line in make(self._graphs, self.rows))]
 
     def look_again(self, values: HostValues) -> None:
         """Capture the loss once more, and refuse it if it is another one now.
@@ -121,47 +97,29 @@ class LossProgram:
         What carries numbers is captured anew for each.
         """
         if self.answers.num <= 1 and not self.answers.kinds:
-            self._look_again(self, values.of(0))
-            self._reads.renew()  # a count of calls has gone on, and was seen to be harmless
-            self._attributes.renew()
+            self.captured.look_again(values)
 
     def carrying(self, other: "LossProgram") -> "LossProgram | None":
         """A program for what this one and another capture are for, maybe this one; None if numbers are not all."""
+        outline, theirs = self.captured.outline, other.captured.outline
         is_asked = self.answers.num and other.answers.num
-        if not is_asked or (found := self._outline.differences(other._outline)) is None:
+        if not is_asked or (found := outline.differences(theirs)) is None:
             return None
-        answers, program = self.answers.wider(self._outline, found), self
+        answers, program = self.answers.wider(outline, found), self
         if answers is not self.answers:
-            program = self._copy()
-            program.answers, program.program = answers, self._plain.carrying(answers.kinds)
-            program.rolled = None if self.rolled is None else self.rolled.of(program.program)
-        reads = None if self._reads.same(other._reads) else other._reads
-        answers.take(other.answers, other._outline, reads)
+            graph = self.captured.program.carrying(answers.kinds)
+            rolled = None if self.rolled is None else self.rolled.of(graph)
+            program = dataclasses.replace(self, answers=answers, program=graph, rolled=rolled)
+        answers.take(other.answers, theirs, self.captured.reads_beside(other.captured))
         return program
 
     def replaces(self, other: "LossProgram") -> bool:
         """Tell whether it is for all that another one is for."""
-        return self._plain is other._plain
+        return self.captured is other.captured
 
     def with_remat(self, remat: str) -> "LossProgram":
         """The same program, with another choice of what is computed again in the backward pass."""
-        other = self._copy()
-        other.rolled = None if self.rolled is None else self.rolled.with_remat(remat)
-        return other
-
-    def with_rows(self, rows: RowSplit | None) -> "LossProgram":
-        """The same program, which keeps the rows of the batch split over these axes."""
-        other = self._copy()
-        other._rows = rows
-        makers = (report_context, report_attention, report_experts)
-        other.report = [*self.report, *(line for make in makers for line in make(self._graphs, rows))]
-        return other
-
-    def saying(self, lines: list[str]) -> "LossProgram":
-        """The same program, which reports more."""
-        other = self._copy()
-        other.report = [*self.report, *lines]
-        return other
+        return dataclasses.replace(self, rolled=None if self.rolled is None else self.rolled.with_remat(remat))
 
     @property
     def written_out(self) -> list[str]:
@@ -201,16 +159,6 @@ class LossProgram:
         )
 
     @property
-    def outside(self) -> Iterator[tuple[str, torch.Tensor | np.ndarray]]:
-        """Tensors that it closes over or has asked values of, and NumPy arrays that were read, with their names."""
-        leaves = itertools.chain(self._attributes.leaves, self._reads.leaves)
-        names = {id(value): name for name, value in leaves if isinstance(value, torch.Tensor)}
-        sources = self.host.sources.values() if self.host else ()
-        for tensor in (*self.closure, *(source for source in sources if isinstance(source, torch.Tensor))):
-            yield names.get(id(tensor), "a tensor"), tensor
-        yield from self._reads.arrays
-
-    @property
     def asked(self) -> list[str]:
         """Buffers whose values the program depends on."""
         return self.host.buffers if self.host else []
@@ -228,15 +176,6 @@ class LossProgram:
     def train(self) -> bool:
         """Whether it has gradients."""
         return bool(self.program.graph.aux.grads)
-
-    def outdated(self) -> str | None:
-        """Say what has changed since the capture, of all that the signature does not tell; None if nothing has."""
-        if not flags_hold(self.others):
-            return "a module beside the model was switched between train() and eval()"
-        if (name := self._attributes.changed()) is not None:
-            return f"the attribute {name} has another value"
-        name = self._reads.changed()
-        return None if name is None else f"{name}, which the loss reads, has another value"
 
     @property
     def without_grad(self) -> tuple[str, ...]:
@@ -279,7 +218,7 @@ class LossProgram:
     ) -> LossOutputs:
         """To be traced by JAX; the further inputs of `fit` follow the batch."""
         inputs = LossInputs(self.inputs, tensors, self.extra_inputs(batch, closure))
-        with self.rows():
+        with self.traced():
             outputs = self.program.run(key, *inputs.all()) if self.rolled is None else self.rolled.run(key, inputs)
         shape, graph = self.program.graph.aux, self.program.graph
         loss, *rest = outputs[: graph.num_outputs]
@@ -301,9 +240,9 @@ class LossProgram:
         met = [next(given if is_given else others) for is_given in self.answers.are_given]
         return [*batch[:num_rows], *met]
 
-    def rows(self) -> contextlib.AbstractContextManager[None]:
+    def traced(self) -> contextlib.AbstractContextManager[None]:
         """Let what is traced within know how the rows of the batch lie."""
-        return rows_split(self._rows)
+        return rows_split(self.rows)
 
     def by_name(self, grads: Sequence[Any], tensors: Mapping[str, jax.Array]) -> dict[str, Any]:
         """Gradients, those of bundles by member."""

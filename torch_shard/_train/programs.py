@@ -85,11 +85,12 @@ class StepProgram:
         self.loss, self._jitted, self._sharding = program, jitted, sharding
         self._tensors = (*program.closure, *inputs)
         self.num_draws = program.program.graph.num_draws
-        self.outdated, self.without_grad = program.outdated, program.without_grad
+        self.outdated, self.without_grad = program.captured.outdated, program.without_grad
         self.calls = program.calls
         self._cold: CompileCache | None = cache  # until the first call, which compiles
         self._structs: tuple[TrainState, PyTree] | None = None
-        self.random, self.report, self.made_buffers = program.random, program.report, program.made_buffers
+        self.random, self.report = program.random, [*program.report]
+        self.made_buffers = program.captured.made_buffers
         self.chosen: list[str] = []
         self.num_calls, self.looks = 0, Looks()
         self._given: tuple[list[torch.Tensor], list[jax.Array]] | None = None

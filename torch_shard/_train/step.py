@@ -239,8 +239,8 @@ class Step:
             microbatch=microbatch,
             trained=self._trained,
             sequence_dims=self.layout.sequence_dims([s.shape for s in key.signature.specs], key.signature.paths),
-        ).with_rows(self._row_split())
-        loss = loss.saying(self._microbatches.report(loss, self.plan))
+            rows=self._row_split(),
+        )
         later = loss.host.later if loss.host else {}
         if self.options.accumulate_steps > 1 and (changed := set(loss.asked) - {*loss.kept, *later}):
             raise NotImplementedError(
@@ -289,7 +289,9 @@ class Step:
 
     def _jitted(self, loss: LossProgram, placed: list[jax.Array], skip_grad_norm: float | None) -> StepProgram:
         jitted = self._jit(loss, [array.sharding for array in placed], skip_grad_norm)
-        return StepProgram(loss, jitted, self.replicated, self._cache, inputs=self._inputs)
+        program = StepProgram(loss, jitted, self.replicated, self._cache, inputs=self._inputs)
+        program.report += self._microbatches.report(loss, self.plan)
+        return program
 
     def _within(
         self,
@@ -351,7 +353,7 @@ class Step:
 
     def _notes(self, programs: Sequence[StepProgram]) -> list[str]:
         """Lines that say how some programs run, and why so."""
-        layers = [line for p in programs for line in ([] if p.loss.groups else [self._why_none()]) + p.report]
+        layers = [line for p in programs for line in ([] if p.loss.captured.groups else [self._why_none()]) + p.report]
         more = [line for program in programs for line in program.chosen]
         kept = ((name, self.plan[name].spec, spec) for name, spec in self.layers.uses)
         moved = ((name, describe_spec(own), describe_spec(used)) for name, own, used in kept if own != used)

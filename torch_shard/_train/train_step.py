@@ -294,8 +294,8 @@ class TrainStep(Step):
     ) -> Callable[..., PyTree]:
         if program.without_grad:
             logger.info("%s: the loss does not reach %s", self.caller, ", ".join(program.without_grad))
-        if not self.programs and any(group.refused for group in program.groups):
-            self._store(program.groups)  # layers that are not a loop are better stored one by one
+        if not self.programs and any(group.refused for group in program.captured.groups):
+            self._store(program.captured.groups)  # layers that are not a loop are better stored one by one
         layout, run = self._layout, self._microbatches.run(program, self.plan)
 
         def train_step(

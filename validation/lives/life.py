@@ -143,7 +143,7 @@ class Life:
         with ts.Checkpointer(self._directory / f"restore{self.number}") as checkpointer:
             checkpointer.save(self.state)
         before, self.ours = self.ours, self._anew()
-        self.ours.take_numbers(before)
+        self.ours.take_schedule(before)
         self._make()
         self.state = ts.Checkpointer(self._directory / f"restore{self.number}").restore(self.step)
 
