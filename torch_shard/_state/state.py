@@ -44,6 +44,12 @@ class Optimizers(dict[str, torch.optim.Optimizer]):
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return 0
 
+    def __deepcopy__(self, memo: object) -> Optimizers:
+        return self
+
+    def __reduce__(self) -> tuple[type[Optimizers], tuple[()]]:
+        return Optimizers, ()  # none in another process
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)

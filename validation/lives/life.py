@@ -140,12 +140,13 @@ class Life:
         return World.of(self.about, fresh)
 
     def _restore(self, times: int) -> None:
-        with ts.Checkpointer(self._directory / f"restore{self.number}") as checkpointer:
+        where = self._directory / f"restore{len(list(self._directory.iterdir()))}"
+        with ts.Checkpointer(where) as checkpointer:
             checkpointer.save(self.state)
         before, self.ours = self.ours, self._anew()
         self.ours.take_schedule(before)
         self._make()
-        self.state = ts.Checkpointer(self._directory / f"restore{self.number}").restore(self.step)
+        self.state = ts.Checkpointer(where).restore(self.step)
 
     def _resume(self, times: int) -> None:
         where = self._directory / f"resume{self.number}"
