@@ -18,9 +18,16 @@ from torch import nn
 from torch_shard._common.caller import caller, error_prefix
 from torch_shard._common.validate import check_kind, is_integer
 from torch_shard._common.wrappers import check_module
-from torch_shard._plans.decisions import Axes, Decision, check_axes, entries_of, find_uneven, places_with_globs, plan_of
-from torch_shard._plans.layers import kernels_of
-from torch_shard._plans.recipes import by_shape
+from torch_shard._plans.decisions import (
+    Axes,
+    Decision,
+    along,
+    check_axes,
+    completed,
+    find_uneven,
+    places_with_globs,
+    plan_of,
+)
 from torch_shard._sharding import ShardingPlan, check_mesh
 
 if TYPE_CHECKING:  # their import takes a second, which only who uses them pays
@@ -145,20 +152,13 @@ class _Reader:
 
     def decide(self, mesh: Mesh, fsdp: Axes | None) -> dict[str, Decision]:
         """How each entry is split, and why."""
-        buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
-        kernels, decisions = kernels_of(self.model), dict[str, Decision]()
-        for name, entry in entries_of(self.model).items():
+        split, tp = dict[str, Decision](), self.layouts.tp
+        for name, entry in self.model.named_parameters(remove_duplicate=False):
             dim, _, reason = self._claims.get(id(entry), (None, "", "" if fsdp else "no style names it"))
-            made = Decision(PartitionSpec(), "a buffer" if name in buffers else reason)
-            if dim is not None:
-                tp = self.layouts.tp
-                fault = find_uneven(entry, dim, tp, mesh)
-                parts = (tp if at == dim and not fault else None for at in range(entry.ndim))
-                made = Decision(PartitionSpec() if fault else PartitionSpec(*parts), reason, fault)
-            decisions[name] = (
-                made if fsdp is None or name in buffers else by_shape(made, entry, fsdp, mesh, kernels=kernels)
-            )
-        return decisions
+            fault = "" if dim is None else find_uneven(entry, dim, tp, mesh)
+            spec = PartitionSpec() if dim is None or fault else along(dim, entry.ndim, tp)
+            split[name] = Decision(spec, reason, fault)
+        return completed(self.model, split, mesh, fsdp=fsdp)
 
     def _read(self, path: str, module: nn.Module, style: ParallelStyle, key: str) -> None:
         if (fault := _find_class_fault(module, style)) is not None:

@@ -6,9 +6,6 @@
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from jax.sharding import Mesh, PartitionSpec
@@ -21,7 +18,7 @@ from torch_shard._plans.decisions import (
     Axes,
     Decision,
     check_axes,
-    entries_of,
+    completed,
     find_uneven,
     names_of,
     places_with_globs,
@@ -31,8 +28,8 @@ from torch_shard._plans.decisions import (
 )
 from torch_shard._plans.hf_rules import Rule, Rules
 from torch_shard._plans.hf_styles import FSDP_STYLES, STYLES
-from torch_shard._plans.layers import HEAD_COUNTS, HEAD_WIDTHS, kernels_of
-from torch_shard._plans.recipes import by_shape
+from torch_shard._plans.layers import LORA
+from torch_shard._plans.roles import roles_of
 from torch_shard._sharding import Pieces, ShardingPlan, check_mesh
 
 
@@ -114,7 +111,7 @@ class _Reader:
         self.tp, self.fsdp, self.ep = tp, fsdp, ep
         self.tp_rules, self.ep_rules = Rules.of(model, "tp_plan"), Rules.of(model, "ep_plan")
         self.fsdp_rules = Rules.of(model, "fsdp_plan")
-        self._kernels = kernels_of(model)
+        self._roles = roles_of(model)
 
     def find_faults(self) -> list[str]:
         """What cannot be read, of what is asked for."""
@@ -141,16 +138,11 @@ class _Reader:
 
     def decide(self) -> dict[str, Decision]:
         """For each entry how it is split, and why."""
-        entries = entries_of(self.model)
-        buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
-        split = {name: self._split(name, entry) for name, entry in entries.items() if name not in buffers}
-        split |= {name: adapter(name, entries, split) for name in split if ".lora_" in name}
-        first: dict[int, str] = {}  # of the names of each tensor that is split
-        for name in (name for name in split if any(split[name].spec)):
-            first.setdefault(id(entries[name]), name)
-        split = {name: _like(made, first.get(id(entries[name]), name), split) for name, made in split.items()}
-        decided = {name: self._stored(name, entries[name], decision) for name, decision in split.items()}
-        return {name: decided.get(name, Decision(PartitionSpec(), "a buffer")) for name in entries}
+        named = self.model.named_parameters(remove_duplicate=False)
+        split = {name: self._split(name, p) for name, p in named if LORA not in name}
+        above = {name: self.fsdp_rules.above(name) for name in split} if self.fsdp else {}
+        notes = {name: FSDP_STYLES[rule.style] for name, rule in above.items() if rule}
+        return completed(self.model, split, self.mesh, fsdp=self.fsdp, notes=notes)
 
     def _split(self, name: str, entry: torch.Tensor) -> Decision:
         """How the rules of `ep_plan` and `tp_plan` split a parameter."""
@@ -181,27 +173,10 @@ class _Reader:
         """What keeps a dim from being split."""
         if fault := find_uneven(entry, dim, axes, self.mesh, pieces=STYLES[rule.style].pieces):
             return fault
-        heads = _num_heads(self.model, name, entry.shape[dim]) if rule.style == "colwise" else 0
-        is_cut = heads and heads % size_of(axes, self.mesh)
+        role = self._roles.get(name) if rule.style == "colwise" else None
+        heads = role.heads // role.pieces if role is not None and role.dim == dim else 0
+        is_cut = heads % size_of(axes, self.mesh)
         return f"{heads} heads are not a multiple of {with_sizes(axes, self.mesh)}" if is_cut else ""
-
-    def _stored(self, name: str, entry: torch.Tensor, decision: Decision) -> Decision:
-        """The decision with the split for storage."""
-        taken = {axis for part in decision.spec for axis in names_of(part or ())}
-        left = tuple(axis for axis in names_of(self.fsdp or ()) if axis not in taken)
-        if not left:
-            return decision
-        rule = self.fsdp_rules.above(name)
-        told = f"; {FSDP_STYLES[rule.style]}" if rule else ""
-        axes = left[0] if len(left) == 1 else left
-        stored = by_shape(decision, entry, axes, self.mesh, kernels=self._kernels)
-        return stored if stored.spec == decision.spec else replace(stored, reason=stored.reason + told)
-
-
-def _like(made: Decision, first: str, split: Mapping[str, Decision]) -> Decision:
-    """The decision of a tie: that for the first of its names that is split."""
-    other = split[first]
-    return made if made.spec == other.spec else replace(other, reason=f"{other.reason}, as {first}")
 
 
 def _with(spec: PartitionSpec, dim: int, axes: Axes) -> PartitionSpec:
@@ -209,37 +184,3 @@ def _with(spec: PartitionSpec, dim: int, axes: Axes) -> PartitionSpec:
     parts = [*spec, *(None for _ in range(dim + 1 - len(spec)))]
     parts[dim] = axes
     return PartitionSpec(*parts)
-
-
-def _num_heads(model: nn.Module, name: str, length: int) -> int | None:
-    """How many heads of attention a projection has; None for others."""
-    parts = name.split(".")
-    at = next((at for at, part in enumerate(parts) if part in _HEADS), None)
-    if at is None:
-        return None
-    attention, vectors = model.get_submodule(".".join(parts[:at])), _HEADS[parts[at]]
-    found = (getattr(attention, held, None) for held in (HEAD_WIDTHS if vectors else HEAD_COUNTS))
-    number = next((number for number in found if isinstance(number, int) and number > 0), 0)
-    if not number or length % number:
-        return None
-    return length // (number * vectors) if vectors else number
-
-
-_HEADS = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "query_key_value": 3, "q_b_proj": 0, "kv_b_proj": 0}
-"""Projections whose output is heads, and of how many vectors each is: 0 of vectors of other widths."""
-
-
-def adapter(name: str, entries: Mapping[str, torch.Tensor], split: Mapping[str, Decision]) -> Decision:
-    """How a matrix of a LoRA adapter is split: as the dim of its base layer that it shares."""
-    found = re.fullmatch(r"(.*)\.lora_(embedding_)?([AB])\.[^.]+(?:\.(?:weight|bias))?", name)
-    base = f"{found[1]}.base_layer.weight" if found else ""
-    if not found or base not in split or entries[base].ndim != 2:
-        return Decision(PartitionSpec(), "of an adapter: whole")
-    parts = [*split[base].spec, None, None][:2]
-    outer, inner = reversed(parts) if found[2] else parts  # the weight of an embedding is (vocabulary, width)
-    told = f"of an adapter: as its base layer, {split[base].reason}"
-    if found[3] == "A":
-        return Decision(PartitionSpec(None, inner) if inner and entries[name].ndim == 2 else PartitionSpec(), told)
-    form = split[base].form
-    is_packed = outer and form is not None and form.dim == 0
-    return Decision(PartitionSpec(outer) if outer else PartitionSpec(), told, form=form if is_packed else None)

@@ -19,6 +19,7 @@ from torch_shard._common.wrappers import check_module
 from torch_shard._plans.decisions import (
     Axes,
     Decision,
+    completed,
     entries_of,
     find_uneven,
     names_of,
@@ -26,6 +27,7 @@ from torch_shard._plans.decisions import (
     size_of,
     with_sizes,
 )
+from torch_shard._plans.layers import LORA
 from torch_shard._plans.logical_names import logical_names
 from torch_shard._plans.logical_rules import Dim, LogicalRules, read_rules
 from torch_shard._plans.roles import Role, roles_of
@@ -92,13 +94,13 @@ def from_logical(
         called = [dim for of_one in dims.values() for dim in of_one if isinstance(dim, str | tuple)]
         known = ", ".join(sorted({name for dim in called for name in names_of(dim)}))
         logger.warning("%s: no rule splits a parameter of this model. Its dims are called: %s.", caller(), known)
-    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    roles = roles_of(model)
-    decisions = dict.fromkeys(buffers, Decision(PartitionSpec(), "a buffer"))
-    for name, spec in specs.items():
-        decisions[name] = _decide(dims[name], spec, entries[name], mesh=mesh, role=roles.get(name))
-    decisions |= {name: _unnamed(entry) for name, entry in entries.items() if name not in decisions}
-    return plan_of(model, _with_ties(entries, decisions), strict=strict, activations=asked)
+    roles, split = roles_of(model), dict[str, Decision]()
+    for name, entry in entries.items():
+        if name in specs:
+            split[name] = _decide(dims[name], specs[name], entry, mesh=mesh, role=roles.get(name))
+        elif isinstance(entry, nn.Parameter) and LORA not in name:
+            split[name] = _unnamed(entry)
+    return plan_of(model, completed(model, split, mesh), strict=strict, activations=asked)
 
 
 def _check_names(argument: str, given: object) -> None:
@@ -171,11 +173,3 @@ def _decide(
 def _unnamed(entry: torch.Tensor) -> Decision:
     fault = "its dims have no names; give them by names=" if entry.ndim > 1 else ""
     return Decision(PartitionSpec(), "a vector without a name" if entry.ndim < 2 else "of no known layer", fault)
-
-
-def _with_ties(entries: Mapping[str, torch.Tensor], decisions: Mapping[str, Decision]) -> dict[str, Decision]:
-    """The same, where all names of a tie have what is decided for the first."""
-    first: dict[int, str] = {}
-    for name, entry in entries.items():
-        first.setdefault(id(entry), name)
-    return {name: decisions[first[id(entry)]] for name, entry in entries.items()}

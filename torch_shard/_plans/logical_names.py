@@ -46,9 +46,6 @@ def logical_names(model: nn.Module, known: Collection[str]) -> dict[str, Dims]:
         if LORA not in path:
             for name, dims in _of_layer(path, layer, roles, rows):
                 found[f"{path}.{name}" if path else name] = dims
-    for path, layer in layers_of(model):
-        if LORA in path:
-            found |= {f"{path}.{name}": dims for name, dims in _of_adapter(path, layer, found)}
     return {name: tuple(_as_known(dim, known) for dim in dims) for name, dims in found.items()}
 
 
@@ -100,16 +97,6 @@ def _of_experts(experts: dict[str, torch.Tensor], roles: dict[str, Role]) -> Ite
         elif p.ndim == 2:
             leads_out = any(word in name for word in ("down", "w2", "out"))
             yield name, ("exp", "activation_embed" if leads_out else "activation_mlp")
-
-
-def _of_adapter(path: str, layer: nn.Module, found: dict[str, Dims]) -> Iterator[tuple[str, Dims]]:
-    """LoRA's factors have one dim of the base layer each."""
-    base = next(
-        (dims for n, dims in found.items() if base_of(n.rpartition(".")[0]) == base_of(path) and len(dims) == 2), None
-    )
-    for name, p in _held(layer).items():
-        if base is not None and p.ndim == 2:
-            yield name, (None, base[1]) if f"{LORA}A." in f"{path}." else (base[0], None)
 
 
 def _as_known(dim: Dim, known: Collection[str]) -> Dim:

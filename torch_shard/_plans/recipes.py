@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
 from typing import Literal, cast
 
 import torch
@@ -20,9 +19,9 @@ from torch_shard._common.wrappers import check_module
 from torch_shard._plans.decisions import (
     Axes,
     Decision,
-    add_axis,
+    along,
     check_axes,
-    entries_of,
+    completed,
     find_uneven,
     names_of,
     plan_of,
@@ -30,16 +29,13 @@ from torch_shard._plans.decisions import (
     warn,
     with_sizes,
 )
-from torch_shard._plans.layers import experts_of, kernels_of, layers_of, tables_of
+from torch_shard._plans.layers import experts_of, layers_of, tables_of
 from torch_shard._plans.roles import Role, roles_of
 from torch_shard._plans.sequence import sequence_constraints
 from torch_shard._sharding import Context, ContextMode, Padded, Pieces, ShardingPlan, check_mesh
 
 PadVocab = bool | Literal["auto"]
 """Whether a vocabulary that does not divide is padded."""
-
-SMALL = 2**16
-"""Elements. A vector with fewer stays whole: its bytes are nothing, and a gather costs as long as a message takes."""
 
 
 @error_prefix("plans.replicated")
@@ -329,25 +325,21 @@ def _decide(
 ) -> dict[str, Decision]:
     """What these axes do with each entry."""
     roles = {} if tp is None else roles_of(model)
-    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     experts = {id(p) for _, layer in layers_of(model) for p in experts_of(layer).values()} if ep else set[int]()
-    kernels, tables, decisions = kernels_of(model), tables_of(model), dict[str, Decision]()
-    for name, entry in entries_of(model).items():
-        if name in buffers:
-            decisions[name] = Decision(PartitionSpec(), "a buffer")
-            continue
-        made, more = Decision(PartitionSpec(), ""), fsdp
+    tables, split = tables_of(model), dict[str, Decision]()
+    for name, entry in model.named_parameters(remove_duplicate=False):
         if ep and id(entry) in experts:
-            made = _by_experts(entry, ep, mesh)
-            more = tuple(axis for axis in names_of(fsdp or ()) if axis not in names_of(ep)) or None
-        elif tp is not None:
+            split[name] = _by_experts(entry, ep, mesh)
+        elif tp is None:
+            split[name] = Decision(PartitionSpec(), "")
+        elif name in roles:  # all but those of adapters
             made = _by_features(entry, roles[name], tp, mesh)
             if made.fault and roles[name].is_vocabulary:
                 made = _padded(made, entry, roles[name], tp=tp, mesh=mesh, asked=pad_vocab)
             if made.fault and roles[name].side == "column":
                 tables |= {id(entry)}  # by its features too: if it is fused, its parts are rows
-        decisions[name] = made if more is None else by_shape(made, entry, more, mesh, kernels=kernels, tables=tables)
-    return decisions
+            split[name] = made
+    return completed(model, split, mesh, fsdp=fsdp, tables=tables)
 
 
 def _by_experts(entry: torch.Tensor, ep: Axes, mesh: Mesh) -> Decision:
@@ -366,7 +358,7 @@ def _by_features(entry: torch.Tensor, role: Role, tp: Axes, mesh: Mesh) -> Decis
     if fault:
         return Decision(PartitionSpec(), role.reason, fault)
     form = Pieces(role.pieces, dim=role.dim) if role.pieces > 1 else None
-    return Decision(_along(role.dim, entry.ndim, tp), role.reason, form=form)
+    return Decision(along(role.dim, entry.ndim, tp), role.reason, form=form)
 
 
 def _padded(whole: Decision, entry: torch.Tensor, role: Role, *, tp: Axes, mesh: Mesh, asked: PadVocab) -> Decision:
@@ -378,34 +370,4 @@ def _padded(whole: Decision, entry: torch.Tensor, role: Role, *, tp: Axes, mesh:
     spared, added = num_words - share, form.size - num_words
     if asked is False or (asked == "auto" and spared <= added):
         return whole
-    return Decision(_along(dim, entry.ndim, tp), f"{role.reason}, padded to {form.size}", form=form)
-
-
-def _along(dim: int, ndim: int, axes: Axes) -> PartitionSpec:
-    return PartitionSpec(*(axes if at == dim else None for at in range(ndim)))
-
-
-def by_shape(
-    made: Decision,
-    entry: torch.Tensor,
-    fsdp: Axes,
-    mesh: Mesh,
-    *,
-    kernels: Collection[int] = (),
-    tables: Collection[int] = (),
-) -> Decision:
-    """The decision with one more split, for storage: none of what is small, nor of a kernel's own dims.
-
-    A table is split by its features: each device then looks up its own of all rows of the batch, and has the others of
-    its rows sent; by its words, it would hold all features of all rows, to be summed over the devices.
-    """
-    if entry.ndim < 2 and entry.numel() < SMALL:
-        return made if made.reason else Decision(made.spec, "a small vector")
-    shape = entry.shape if made.form is None else made.form.split_shape(entry.shape)
-    shape = shape[:2] if id(entry) in kernels else shape
-    spec = add_axis(made.spec, shape, fsdp, mesh, last_first=id(entry) in tables)
-    why = [f"fully sharded over {'+'.join(names_of(fsdp))}"] if spec is not None else []
-    fault = "" if spec is not None else f"no dim of {tuple(entry.shape)} is a multiple of {with_sizes(fsdp, mesh)}"
-    reason = "; ".join(filter(None, (made.reason, *why)))
-    faults = "; ".join(filter(None, (made.fault, fault)))
-    return Decision(made.spec if spec is None else spec, reason, faults, made.form)
+    return Decision(along(dim, entry.ndim, tp), f"{role.reason}, padded to {form.size}", form=form)

@@ -20,8 +20,8 @@ from torch_shard._plans.layers import (
     LORA,
     Product,
     base_of,
+    count_heads,
     experts_of,
-    head_width,
     is_norm,
     is_table,
     layers_of,
@@ -79,27 +79,22 @@ class Role:
 
 
 def roles_of(model: nn.Module) -> dict[str, Role]:
-    """The role of each parameter, by name; all names of a tie have one."""
-    most_rows = max((p.shape[0] for _, m in layers_of(model) if is_table(m) for p in m.parameters()), default=0)
-    sides = _Sides(model)
-    found: dict[str, Role] = {}
-    for path, layer in layers_of(model):
-        prefix = f"{path}." if path else ""
-        found |= {prefix + name: role for name, role in _roles(path, layer, sides, most_rows)}
-    by_tensor: dict[int, Role] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        if name in found:
-            role = found[name]
-            by_words = role.dim is not None and p.shape[role.dim] == most_rows
-            by_tensor.setdefault(id(p), replace(role, is_vocabulary=by_words))
-    return {name: by_tensor[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    """The role of each parameter, by name; adapters have none, for they follow their base layer."""
+    layers = [(path, layer) for path, layer in layers_of(model) if LORA not in path]
+    most_rows = max((p.shape[0] for _, m in layers if is_table(m) for p in m.parameters()), default=0)
+    sides, found = _Sides(model), dict[str, Role]()
+    for path, layer in layers:
+        held = dict(layer.named_parameters(recurse=False))
+        for name, role in _roles(path, layer, held, sides, most_rows):
+            by_words = role.dim is not None and held[name].shape[role.dim] == most_rows
+            found[f"{path}.{name}" if path else name] = replace(role, is_vocabulary=by_words)
+    return found
 
 
-def _roles(path: str, layer: nn.Module, sides: "_Sides", most_rows: int) -> Iterator[tuple[str, Role]]:
-    held = dict(layer.named_parameters(recurse=False))
-    if LORA in path:
-        yield from _of_adapter(path, held, sides)
-    elif experts := experts_of(layer):
+def _roles(
+    path: str, layer: nn.Module, held: Mapping[str, torch.Tensor], sides: "_Sides", most_rows: int
+) -> Iterator[tuple[str, Role]]:
+    if experts := experts_of(layer):
         yield from _of_experts(layer, experts)
         yield from ((name, Role(None, "one value for each expert")) for name in held if name not in experts)
     elif (product := product_of(layer)) is not None:
@@ -136,18 +131,6 @@ def _of_product(
             yield name, Role(0, f"bias of a {why}", side, heads, pieces)
         else:
             yield name, Role(None, "added once, after the sum" if side == "row" else f"of a {why}", side)
-
-
-def _of_adapter(path: str, held: Mapping[str, torch.Tensor], sides: "_Sides") -> Iterator[tuple[str, Role]]:
-    """LoRA (Hu et al., 2021): the factor beside the split dim of the base layer is split as that is."""
-    side, _ = sides.of(base_of(path))
-    is_first = f"{LORA}A." in f"{path}."
-    dim = 1 if (side, is_first) == ("row", True) else 0 if (side, is_first) == ("column", False) else None
-    pieces = sides.pieces(base_of(path)) if dim == 0 else 1
-    for name, p in held.items():
-        split, turn = dim if p.ndim == 2 else None, "column" if dim == 0 else "row" if dim == 1 else "whole"
-        heads = 0 if split is None else sides.heads(path)
-        yield name, Role(split, f"LoRA of a {side} layer", turn, heads, 1 if split is None else pieces)
 
 
 def _of_experts(layer: nn.Module, experts: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Role]]:
@@ -233,13 +216,12 @@ class _Sides:
 
     def heads(self, path: str) -> int:
         """So many heads are in the split dim; 0 if none are known."""
-        product = self._products[base_of(path)]
-        parent = self._model.get_submodule(base_of(path).rpartition(".")[0])
-        split = product.num_out if self.of(path)[0] == "column" else product.num_in
+        path = base_of(path)
+        product, (parent, _, name) = self._products[path], path.rpartition(".")
         if product.groups > 1:
             return product.groups
-        width = head_width(parent, product)
-        return split // width if width and split % width == 0 else 0
+        length = product.num_out if self.of(path)[0] == "column" else product.num_in
+        return count_heads(self._model.get_submodule(parent), name, product, length)
 
 
 def _at_inputs(products: Mapping[str, Product]) -> frozenset[str]:
