@@ -9,7 +9,7 @@ import contextvars
 import logging
 import math
 import re
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
@@ -198,9 +198,8 @@ def _of_adapter(model: torch.nn.Module, name: str, split: Mapping[str, Decision]
     is_matrix = layer.get_parameter("weight").ndim == 2 and entry.ndim > dim
     if axes is None or not is_matrix or find_uneven(entry, dim, axes, mesh):
         return Decision(PartitionSpec(), told)
-    in_pieces = isinstance(decision.form, Pieces) and decision.form.dim == shared
-    form = replace(decision.form, dim=dim) if in_pieces else None
-    return Decision(PartitionSpec(*(None,) * dim, axes), told, form=form)
+    form = decision.form if isinstance(decision.form, Pieces) and decision.form.dim == shared else None
+    return Decision(PartitionSpec(*(None,) * dim, axes), told, form=form and replace(form, dim=dim))
 
 
 def _stored(made: Decision, shape: torch.Size, axes: Axes, mesh: Mesh, *, last_first: bool) -> Decision:
