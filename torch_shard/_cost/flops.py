@@ -3,7 +3,9 @@
 import math
 import re
 
-from torch_shard._cost.hlo import Hlo, Instruction, arrays_of
+import numpy as np
+
+from torch_shard._cost.hlo import Hlo, Instruction
 
 
 def flops_of(hlo: Hlo, instruction: Instruction) -> float:
@@ -13,12 +15,8 @@ def flops_of(hlo: Hlo, instruction: Instruction) -> float:
     return _convolution(hlo, instruction) if instruction.op == "convolution" else 0.0
 
 
-def _shape(hlo: Hlo, name: str) -> tuple[int, ...]:
-    return arrays_of(hlo.types[name])[0].shape
-
-
 def _dot(hlo: Hlo, dot: Instruction) -> float:
-    left = _shape(hlo, dot.operands[0])
+    left = hlo.operand(dot.operands[0])[0].shape
     dims = dot.find(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
     return 2.0 * math.prod(dot.results[0].shape) * math.prod(left[int(dim)] for dim in dims.split(",") if dim)
 
@@ -29,7 +27,7 @@ def _convolution(hlo: Hlo, instruction: Instruction) -> float:
     if labels is None:
         return 0.0
     left_dims, right_dims, out_dims = labels.groups()
-    left, right = (_shape(hlo, name) for name in instruction.operands[:2])
+    left, right = (hlo.operand(name)[0].shape for name in instruction.operands[:2])
     out = instruction.results[0].shape
     given = dict(pair.split("=", 1) for pair in (instruction.find(r"window=\{([^}]*)\}") or "").split())
     total = 2.0 * math.prod(out[out_dims.index(dim)] for dim in "bf") * right[right_dims.index("i")]
@@ -44,16 +42,7 @@ def _taps(window: dict[str, str], at: int, num_in: int, num_out: int) -> int:
     def setting(name: str, default: int) -> int:
         return int(window[name].split("x")[at]) if name in window else default
 
-    size, stride = setting("size", 1), setting("stride", 1)
-    spread, dilation = setting("lhs_dilate", 1), setting("rhs_dilate", 1)
     low = int(window["pad"].split("x")[at].split("_")[0]) if "pad" in window else 0
-    count = 0
-    for tap in range(size):
-        shift = tap * dilation - low
-        if spread == 1:
-            first, last = max(0, -(shift // stride)), min(num_out - 1, (num_in - 1 - shift) // stride)
-            count += max(0, last - first + 1)
-        else:
-            places = (out * stride + shift for out in range(num_out))
-            count += sum(1 for place in places if 0 <= place <= (num_in - 1) * spread and place % spread == 0)
-    return count
+    taps, spread = np.arange(setting("size", 1)) * setting("rhs_dilate", 1) - low, setting("lhs_dilate", 1)
+    places = np.add.outer(np.arange(num_out) * setting("stride", 1), taps)
+    return int(np.sum((places >= 0) & (places <= (num_in - 1) * spread) & (places % spread == 0)))
