@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -251,8 +252,8 @@ class Preview(InNotebooks):
         has_cycles = bool(self.cycles)
         columns = ["module", *(["Mcycles"] if has_cycles else []), "Gflop", "memory traffic", "received", "collectives"]
         table = _table("By module, forward and backward", *columns)
-        measure = _by_cycles if has_cycles else _by_traffic
-        ordered = sorted(self.modules, key=lambda m: (measure(m), m.received_bytes), reverse=True)
+        measure = operator.attrgetter("cycles" if has_cycles else "memory_bytes", "received_bytes")
+        ordered = sorted(self.modules, key=measure, reverse=True)
         for module in ordered[:_SHOWN]:
             kinds = ", ".join(f"{number} {kind}" for kind, number in module.collectives.items())
             cycles = [f"{module.cycles / 1e6:.1f}"] if has_cycles else []
@@ -371,16 +372,7 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def _by_received(module: ModuleCost) -> float:
-    return module.received_bytes
-
-
-def _by_traffic(module: ModuleCost) -> float:
-    return module.memory_bytes
-
-
-def _by_cycles(module: ModuleCost) -> float:
-    return module.cycles
+_by_received, _by_cycles = operator.attrgetter("received_bytes"), operator.attrgetter("cycles")
 
 
 def _by_kind(kind: str) -> Callable[[ModuleCost], float]:
