@@ -22,7 +22,7 @@ from torch_shard._common.pieces import whole
 from torch_shard._common.types import PyTree
 from torch_shard._hosts import follow
 from torch_shard._loss import CALLS, LossProgram
-from torch_shard._sharding import Stacks, constrain_stacks, describe_mesh
+from torch_shard._sharding import Stacks, constrain_stacks
 from torch_shard._state import TrainState
 from torch_shard._train.comparison import (
     ROUNDING,
@@ -30,6 +30,7 @@ from torch_shard._train.comparison import (
     Difference,
     Values,
     array_of,
+    compared,
     differences,
     in_float64,
     numbers_of,
@@ -102,13 +103,8 @@ def prove(step: "TrainStep", state: TrainState, batch: PyTree, skip_grad_norm: f
         rows = told_apart(rows, tolerance, lambda: _wide(step, state, placed), functools.partial(_again, step))
     rows += _updates(step, state, placed, skip_grad_norm)
     drawn = bool(step.gradient_step.num_draws)
-    return Comparison(
-        rows=tuple(sorted(rows, key=lambda row: -row.worst)),
-        reference="eager torch" + ", which drew the random numbers of the step" * drawn,
-        mesh=f"mesh {describe_mesh(step.mesh)}",
-        tolerance=tolerance,
-        losses=tuple(row.size for row in rows if row.kind == "loss"),
-    )
+    reference = "eager torch" + ", which drew the random numbers of the step" * drawn
+    return compared(rows, reference, step.mesh, tolerance, [row.size for row in rows if row.kind == "loss"])
 
 
 def _rows(step: "TrainStep", state: TrainState, placed: ShardedBatch) -> list[Difference]:
