@@ -9,7 +9,7 @@ import contextvars
 import logging
 import math
 import re
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
@@ -101,27 +101,36 @@ def entries_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return entries
 
 
-def names_of(axes: Axes) -> tuple[str, ...]:
+def names_of(axes: Axes | None) -> tuple[str, ...]:
     """Axes one by one."""
-    return (axes,) if isinstance(axes, str) else tuple(axes)
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
-def size_of(axes: Axes, mesh: Mesh) -> int:
+def size_of(axes: Axes | None, mesh: Mesh) -> int:
     """Into how many shards they split."""
     return math.prod(mesh.shape[axis] for axis in names_of(axes))
 
 
-def with_sizes(axes: Axes, mesh: Mesh) -> str:
+def with_sizes(axes: Axes | None, mesh: Mesh) -> str:
     """Axes and their sizes, for what is said."""
     return " x ".join(f"{name}={mesh.shape[name]}" for name in names_of(axes))
 
 
-def find_uneven(entry: torch.Tensor, dim: int, axes: Axes, mesh: Mesh, *, pieces: int = 1) -> str:
-    """Say that a dim, or each of its pieces, does not divide over these axes; empty if it does."""
-    if entry.shape[dim] % (size_of(axes, mesh) * pieces) == 0:
-        return ""
-    packed = f" of {pieces} pieces" if pieces > 1 else ""
-    return f"dim {dim} = {entry.shape[dim]}{packed} is not a multiple of {with_sizes(axes, mesh)}"
+def find_uneven(
+    entry: torch.Tensor, dim: int, axes: Axes | None, mesh: Mesh, *, pieces: int = 1, heads: int = 0
+) -> str:
+    """Say that a dim, each of its pieces, or the heads in one do not divide over these axes; empty if they do."""
+    if entry.shape[dim] % (size_of(axes, mesh) * pieces):
+        packed = f" of {pieces} pieces" if pieces > 1 else ""
+        return f"dim {dim} = {entry.shape[dim]}{packed} is not a multiple of {with_sizes(axes, mesh)}"
+    if heads % size_of(axes, mesh):
+        return f"{heads} heads are not a multiple of {with_sizes(axes, mesh)}, and would be cut"
+    return ""
+
+
+def listed(head: str, lines: Iterable[str]) -> str:
+    """What is wrong, line by line below what was called."""
+    return "\n".join([f"{caller()}: {head}", "", *(f"  {line}" for line in lines)])
 
 
 def along(dim: int, ndim: int, axes: Axes) -> PartitionSpec:
@@ -135,7 +144,7 @@ def check_axes(mesh: Mesh, **given: Axes | None) -> None:
         parts = cast(tuple[object, ...], axes) if isinstance(axes, tuple) else (axes,)
         if axes is not None and not all(isinstance(part, str) for part in parts):
             raise TypeError(f"{caller()}: {argument} must be the name of an axis, or a tuple of some, got {axes!r}.")
-    asked = [(argument, axis) for argument, axes in given.items() if axes is not None for axis in names_of(axes)]
+    asked = [(argument, axis) for argument, axes in given.items() for axis in names_of(axes)]
     faults = [f'{argument}="{axis}" names no axis of it.' for argument, axis in asked if axis not in mesh.shape]
     axes = [axis for _, axis in asked]
     faults += [f'axis "{axis}" is given twice.' for axis in dict.fromkeys(axes) if axes.count(axis) > 1]
@@ -175,7 +184,7 @@ def completed(
         if (other := first.get(id(entry))) is None:
             continue
         tied = made[other] if other == name else replace(made[other], reason=f"{made[other].reason}, as {other}")
-        left = tuple(axis for axis in names_of(fsdp or ()) if axis not in axes_of(tied.spec))
+        left = tuple(axis for axis in names_of(fsdp) if axis not in axes_of(tied.spec))
         shape = entry.shape[:2] if id(entry) in kernels else entry.shape
         found[name] = _stored(tied, shape, left, mesh, last_first=id(entry) in tables) if left else tied
         if notes and name in notes and found[name].spec != tied.spec:
@@ -214,9 +223,9 @@ def _stored(made: Decision, shape: torch.Size, axes: Axes, mesh: Mesh, *, last_f
     parts = [*made.spec, *(None for _ in range(len(sizes) - len(made.spec)))]
     dims = reversed(range(len(sizes))) if last_first else range(len(sizes))
     for dim in sorted(dims, key=lambda dim: parts[dim] is not None):
-        split = (*names_of(parts[dim] or ()), *names_of(axes))
+        split = (*names_of(parts[dim]), *names_of(axes))
         if sizes[dim] and sizes[dim] % size_of(split, mesh) == 0:
-            parts[dim] = split[0] if len(split) == 1 else split
+            parts[dim] = split
             why = f"fully sharded over {'+'.join(names_of(axes))}"
             return replace(made, spec=PartitionSpec(*parts), reason="; ".join(filter(None, (made.reason, why))))
     fault = f"no dim of {tuple(shape)} is a multiple of {with_sizes(axes, mesh)}"
@@ -245,11 +254,11 @@ def plan_of(
     """
     entries = entries_of(model)
     if lines := _unsplit(entries, decisions):
-        head = f"{caller()}: {len(lines)} {'entry does' if len(lines) == 1 else 'entries do'} not divide over the mesh"
+        head = f"{len(lines)} {'entry does' if len(lines) == 1 else 'entries do'} not divide over the mesh."
         if strict:
             remedy = "Choose sizes or a mesh that divide, or strict=False, which keeps such entries whole."
-            raise ValueError("\n".join([f"{head}. {remedy}", "", *lines]))
-        warn("\n".join([f"{head}.", "", *lines]))
+            raise ValueError(listed(f"{head} {remedy}", lines))
+        warn(listed(head, lines))
     rules: dict[str | re.Pattern[str], PartitionSpec] = {}
     reasons: dict[str | re.Pattern[str], str] = {}
     for key, (spec, reason) in with_globs(
@@ -271,7 +280,7 @@ def _unsplit(entries: Mapping[str, torch.Tensor], decisions: Mapping[str, Decisi
         if decision.fault:
             entry = entries[name]
             split = "whole" if not any(decision.spec) else describe_spec(decision.spec)
-            held = f"  {name} {tuple(entry.shape)}, {describe_bytes(entry)}, {split}"
+            held = f"{name} {tuple(entry.shape)}, {describe_bytes(entry)}, {split}"
             lines.setdefault(id(entry), ": ".join(filter(None, (held, decision.reason, decision.fault))))
     return list(lines.values())
 

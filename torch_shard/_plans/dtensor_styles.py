@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from torch_shard._common.caller import caller
 from torch_shard._common.validate import check_kind, is_integer
-from torch_shard._plans.decisions import Axes, Decision, along, completed, find_uneven
+from torch_shard._plans.decisions import Axes, Decision, along, completed, find_uneven, names_of
 from torch_shard._sharding import axes_of, describe_spec, make_matcher
 
 _SPLITTING = (parallel.ColwiseParallel, parallel.RowwiseParallel, parallel.SequenceParallel)
@@ -113,8 +113,7 @@ class Reader:
             return f"asks for {placement}, which is how values are before they are summed, and no way to be split"
         if not -rank <= placement.dim < rank:
             return f"asks for {placement}, and ndim says that it has {rank} dims"
-        part = parts[placement.dim]
-        parts[placement.dim] = self._tp if part is None else (*axes_of((part,)), self._tp)
+        parts[placement.dim] = (*names_of(parts[placement.dim]), self._tp)
         return PartitionSpec(*parts)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch_shard._common.caller import caller, error_prefix
 from torch_shard._common.validate import check_kind
 from torch_shard._common.wrappers import check_module
-from torch_shard._plans.decisions import Axes, check_axes, places_with_globs, plan_of
+from torch_shard._plans.decisions import Axes, check_axes, listed, places_with_globs, plan_of
 from torch_shard._sharding import ShardingPlan, check_mesh
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ def from_dtensor(
     if reader.unmatched and strict:
         reader.faults += [f'"{key}" matches no module.' for key in reader.unmatched]
     if reader.faults:
-        head = f"{caller()}: {len(reader.faults)} {'thing' if len(reader.faults) == 1 else 'things'} cannot be read."
-        raise ValueError("\n".join([head, "", *(f"  {fault}" for fault in reader.faults)]))
+        num = len(reader.faults)
+        raise ValueError(listed(f"{num} {'thing' if num == 1 else 'things'} cannot be read.", reader.faults))
     if reader.unmatched:
         logger.warning("%s: these keys match no module, and do nothing: %s", caller(), ", ".join(reader.unmatched))
     activations = places_with_globs(reader.constraints, model)

@@ -11,7 +11,7 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 from torch import nn
 
-from torch_shard._common.caller import caller, error_prefix
+from torch_shard._common.caller import error_prefix
 from torch_shard._common.validate import check_kind
 from torch_shard._common.wrappers import check_module
 from torch_shard._plans.decisions import (
@@ -20,11 +20,10 @@ from torch_shard._plans.decisions import (
     check_axes,
     completed,
     find_uneven,
+    listed,
     names_of,
     places_with_globs,
     plan_of,
-    size_of,
-    with_sizes,
 )
 from torch_shard._plans.hf_rules import Rule, Rules
 from torch_shard._plans.hf_styles import FSDP_STYLES, STYLES
@@ -85,7 +84,7 @@ def from_hf(
     check_axes(mesh, ep=ep)  # it may be another's
     reader = _Reader(model, mesh, tp=tp, fsdp=fsdp, ep=ep)
     if faults := reader.find_faults():
-        raise ValueError("\n".join([f"{caller()}: {type(model).__name__} has no plan that can be read.", "", *faults]))
+        raise ValueError(listed(f"{type(model).__name__} has no plan that can be read.", faults))
     activations = {} if tp is None else over_time(model, reader.tp_rules, tp)
     return plan_of(model, reader.decide(), strict=strict, activations=activations)
 
@@ -124,14 +123,14 @@ class _Reader:
         for argument, (axes, rules, styles) in asked.items():
             unknown = [rule for rule in rules.all if axes is not None and rule.style not in styles]
             faults += [
-                f'  {argument}_plan["{rule.key}"] is "{rule.style}", which is none of its styles: {", ".join(styles)}. '
+                f'{argument}_plan["{rule.key}"] is "{rule.style}", which is none of its styles: {", ".join(styles)}. '
                 f"Change it in model.{argument}_plan, or pass {argument}=None."
                 for rule in unknown
             ]
             if axes is not None and not rules and (argument != "fsdp" or not self.tp_rules):
                 recipe = {"tp": "tp", "ep": "expert", "fsdp": "fsdp"}[argument]
                 faults.append(
-                    f"  it has no {argument}_plan. Use ts.plans.{recipe}(model, mesh), which goes by what layers are, "
+                    f"it has no {argument}_plan. Use ts.plans.{recipe}(model, mesh), which goes by what layers are, "
                     f"or pass {argument}=None."
                 )
         return faults
@@ -166,17 +165,14 @@ class _Reader:
     def _tp_rule(self, name: str) -> Rule | None:
         """The rule of `tp_plan`, which does not count for experts that are distributed over the same axes."""
         rule = self.tp_rules.of_parameter(name)
-        shared = set(names_of(self.tp or ())) & set(names_of(self.ep or ()))
+        shared = set(names_of(self.tp)) & set(names_of(self.ep))
         return None if rule and shared and self.ep_rules.holds(rule.key) else rule
 
     def _fault(self, name: str, entry: torch.Tensor, dim: int, *, axes: Axes, rule: Rule) -> str:
         """What keeps a dim from being split."""
-        if fault := find_uneven(entry, dim, axes, self.mesh, pieces=STYLES[rule.style].pieces):
-            return fault
         role = self._roles.get(name) if rule.style == "colwise" else None
-        heads = role.heads // role.pieces if role is not None and role.dim == dim else 0
-        is_cut = heads % size_of(axes, self.mesh)
-        return f"{heads} heads are not a multiple of {with_sizes(axes, self.mesh)}" if is_cut else ""
+        heads = role.heads if role is not None and role.dim == dim else 0
+        return find_uneven(entry, dim, axes, self.mesh, pieces=STYLES[rule.style].pieces, heads=heads)
 
 
 def _with(spec: PartitionSpec, dim: int, axes: Axes) -> PartitionSpec:

@@ -22,10 +22,9 @@ from torch_shard._plans.decisions import (
     completed,
     entries_of,
     find_uneven,
+    listed,
     names_of,
     plan_of,
-    size_of,
-    with_sizes,
 )
 from torch_shard._plans.layers import LORA
 from torch_shard._plans.logical_names import logical_names
@@ -89,7 +88,7 @@ def from_logical(
     specs = {name: _spec(f'"{name}"', dims[name], read, faults) for name in dims}
     asked = {key: _spec(f'activations "{key}"', given, read, faults) for key, given in (activations or {}).items()}
     if faults:
-        raise ValueError("\n".join([f"{caller()}: names cannot be read.", "", *(f"  {fault}" for fault in faults)]))
+        raise ValueError(listed("names cannot be read.", faults))
     if read.names and not any(any(spec) for spec in specs.values()):
         called = [dim for of_one in dims.values() for dim in of_one if isinstance(dim, str | tuple)]
         known = ", ".join(sorted({name for dim in called for name in names_of(dim)}))
@@ -159,11 +158,8 @@ def _decide(
     """The spec of an entry, without what does not fit its shape."""
     parts, faults = list[Axes | None](), list[str]()
     for number, (dim, part) in enumerate(zip(dims, spec, strict=True)):
-        shards = size_of(part or (), mesh)
         heads = role.heads if role is not None and isinstance(dim, tuple) and number == role.dim else 0
-        fault = find_uneven(entry, number, part or (), mesh)
-        if not fault and heads % shards:
-            fault = f"{heads} heads are not a multiple of {with_sizes(part, mesh)}, and would be cut"
+        fault = find_uneven(entry, number, part, mesh, heads=heads)
         faults += [fault] if fault else []
         parts.append(None if fault else part)
     shown = ", ".join(" x ".join(dim) if isinstance(dim, tuple) else dim or "-" for dim in dims)

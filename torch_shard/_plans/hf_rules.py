@@ -4,7 +4,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -59,46 +59,33 @@ class Rules:
 
     def of_module(self, name: str) -> Rule | None:
         """The rule of a module."""
-        plan, own = self.called(name)
-        key = generic(own)
-        return Rule(plan[key], key) if key in plan else None
+        return next(self._of(name, slice(1)), None)
 
     def of_parameter(self, name: str) -> Rule | None:
         """The rule of a parameter or else of its module, as transformers looks it up."""
-        plan, own = self.called(name)
-        keys = (key := generic(own), key.rpartition(".")[0])
-        return next((Rule(plan[key], key) for key in keys if key in plan), None)
+        return next(self._of(name, slice(2)), None)
 
     def above(self, name: str) -> Rule | None:
         """The rule of the closest module that holds a parameter."""
-        plan, own = self.called(name)
-        parts = own.split(".")
-        names = (generic(".".join(parts[:length])) for length in range(len(parts) - 1, 0, -1))
-        return next((Rule(plan[key], key) for key in names if key in plan), None)
+        return next(self._of(name, slice(1, None)), None)
 
     def holds(self, key: str) -> bool:
         """Tell whether a key of another plan is one of this plan's, or below one."""
         return any(is_within(key, owner) for plan in self.plans.values() for owner in plan)
 
-    def called(self, name: str) -> tuple[Mapping[str, str], str]:
-        """The plan that speaks of a name, and what it calls it."""
-        for owner, plan in self.plans.items():
-            if is_within(name, owner):
-                return plan, unwrapped(name[len(owner) + 1 :] if owner else name)
-        return {}, name
+    def _of(self, name: str, which: slice) -> Iterator[Rule]:
+        """The rules of what a name says, and of the modules around it, in the words of the plan that speaks of it.
 
-
-def generic(name: str) -> str:
-    """A name as transformers looks for it: `*` for the numbers of layers (`replace_layer_number_by_wildcard`).
-
-    Of two numbers next to each other, its expression replaces the first alone.
-    """
-    return re.sub(r"\.\d+(\.|$)", r".*\1", name)
-
-
-def unwrapped(name: str) -> str:
-    """A name without what wrappers of a module add to it."""
-    return _WRAPPERS.sub("", name + ".").removesuffix(".")
+        As transformers looks for it (`replace_layer_number_by_wildcard`), `*` stands for the numbers of layers; of two
+        numbers next to each other, its expression replaces the first alone.
+        """
+        owner = next((owner for owner in self.plans if is_within(name, owner)), None)
+        if owner is None:
+            return
+        own = _WRAPPERS.sub("", name[len(owner) :].removeprefix(".") + ".").removesuffix(".")
+        parts, plan = re.sub(r"\.\d+(\.|$)", r".*\1", own).split("."), self.plans[owner]
+        keys = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+        yield from (Rule(plan[key], key) for key in keys[which] if key in plan)
 
 
 def is_within(name: str, module: str) -> bool:

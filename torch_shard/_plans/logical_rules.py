@@ -50,12 +50,12 @@ class LogicalRules:
     def _part(self, dim: Dim, given: Mapping[str, tuple[str, ...]]) -> Any:
         if dim is PartitionSpec.UNCONSTRAINED:
             return dim
-        axes = [axis for name in self._split(dim) for axis in given.get(name, ()) if self.sizes.get(axis, 1) > 1]
-        return tuple(axes) if len(axes) > 1 else axes[0] if axes else None
+        axes = [axis for name in self._split(dim) for axis in given.get(name, ())]
+        return tuple(axis for axis in axes if self.sizes.get(axis, 1) > 1)
 
     @staticmethod
     def _split(dim: Dim) -> tuple[str, ...]:
-        return () if dim is None or dim is PartitionSpec.UNCONSTRAINED else names_of(dim)
+        return () if dim is PartitionSpec.UNCONSTRAINED else names_of(dim)
 
 
 def read_rules(rules: object, sizes: Mapping[str, int]) -> LogicalRules:
@@ -72,7 +72,7 @@ def read_rules(rules: object, sizes: Mapping[str, int]) -> LogicalRules:
             f"{caller()}: a rule is a logical name with an axis, several or None. These are not:\n\n{shown}"
         )
     pairs = cast(Iterable[tuple[str, Axes | None]], given)
-    return LogicalRules(tuple((name, names_of(axes or ())) for name, axes in pairs), sizes)
+    return LogicalRules(tuple((name, names_of(axes)) for name, axes in pairs), sizes)
 
 
 def _is_rule(rule: object) -> bool:

@@ -194,7 +194,7 @@ def fsdp_tp(
     _check_padding(pad_vocab)
     if tp is None and fsdp is None and context is None:
         raise TypeError(f"{caller()}: {_NO_TP}: no other axis is given.")
-    rows = () if fsdp is None else names_of(fsdp)
+    rows = names_of(fsdp)
     over = None if context is None else Context(context, context_mode, rows)
     _tell_of_experts(model)
     data = rows if over is None else (*rows, over.axis)
@@ -212,9 +212,8 @@ def _check_heads(model: torch.nn.Module, mesh: Mesh, context: Context, tp: Axes 
     """Refuse heads that do not divide over the axis of the context, if they are to be exchanged for the sequence."""
     if context.mode != "heads":
         return
-    axes = (*(() if tp is None else names_of(tp)), context.axis)
-    roles = {name: role for name, role in roles_of(model).items() if role.heads and role.side == "column"}
-    counts = {name: role.heads // role.pieces for name, role in roles.items()}
+    axes = (*names_of(tp), context.axis)
+    counts = {name: role.heads for name, role in roles_of(model).items() if role.heads and role.side == "column"}
     if odd := {name: num for name, num in counts.items() if num % size_of(axes, mesh)}:
         name, num = next(iter(odd.items()))
         raise ValueError(
@@ -352,10 +351,7 @@ def _by_experts(entry: torch.Tensor, ep: Axes, mesh: Mesh) -> Decision:
 def _by_features(entry: torch.Tensor, role: Role, tp: Axes, mesh: Mesh) -> Decision:
     if role.dim is None:
         return Decision(PartitionSpec(), role.reason)
-    fault = find_uneven(entry, role.dim, tp, mesh, pieces=role.pieces)
-    if not fault and role.heads % (size_of(tp, mesh) * role.pieces):
-        fault = f"{role.heads // role.pieces} heads are not a multiple of {with_sizes(tp, mesh)}, and would be cut"
-    if fault:
+    if fault := find_uneven(entry, role.dim, tp, mesh, pieces=role.pieces, heads=role.heads):
         return Decision(PartitionSpec(), role.reason, fault)
     form = Pieces(role.pieces, dim=role.dim) if role.pieces > 1 else None
     return Decision(along(role.dim, entry.ndim, tp), role.reason, form=form)

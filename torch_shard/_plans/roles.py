@@ -65,7 +65,7 @@ class Role:
         dim: The dim that is split; None if it stays whole.
         reason: Why.
         side: Of a product: how it is split.
-        heads: The split dim holds so many heads, which are better not cut; 0 if it is not known to hold any.
+        heads: Each piece holds so many heads, which are better not cut; 0 if it is not known to hold any.
         pieces: The split dim is so many pieces, of which each device is to have its part: of a fused projection.
         is_vocabulary: The split dim has as many rows as the table of words, and may be padded.
     """
@@ -104,7 +104,7 @@ def _roles(
         why = f"column: {layer.num_heads} heads"
         for name in held:
             num = pieces.get(name, 0)  # none: the bias of keys and values that are added to all others
-            yield name, Role(0, why, "column", num * layer.num_heads, num) if num else Role(None, "small", "column")
+            yield name, Role(0, why, "column", layer.num_heads, num) if num else Role(None, "small", "column")
     elif is_table(layer):
         for name, p in held.items():
             is_large = 4 * p.shape[0] >= most_rows
@@ -121,8 +121,8 @@ def _of_product(
     path: str, product: Product, held: Mapping[str, torch.Tensor], sides: "_Sides"
 ) -> Iterator[tuple[str, Role]]:
     side, why = sides.of(path)
-    heads = sides.heads(path) if side != "whole" else 0
     pieces = sides.pieces(path) if side == "column" else 1
+    heads = sides.heads(path) // pieces if side != "whole" else 0
     for name, p in held.items():
         if name == "weight":
             dim = {"column": product.out_dim, "row": product.in_dim, "whole": None}[side]
