@@ -28,7 +28,7 @@ from torch_shard._plans.decisions import (
 )
 from torch_shard._plans.layers import LORA
 from torch_shard._plans.logical_names import logical_names
-from torch_shard._plans.logical_rules import Dim, LogicalRules, read_rules
+from torch_shard._plans.logical_rules import Dim, LogicalRules, are_names, read_rules
 from torch_shard._plans.roles import Role, roles_of
 from torch_shard._sharding import ShardingPlan, check_mesh, make_matcher
 
@@ -106,7 +106,7 @@ def _check_names(argument: str, given: object) -> None:
     """Refuse what is no mapping to names of dims."""
     check_kind(argument, given, Mapping | None)
     items = cast(Mapping[object, object], given or {}).items()
-    odd = {key: dims for key, dims in items if not (isinstance(key, str) and _are_names(dims))}
+    odd = {key: dims for key, dims in items if not (isinstance(key, str) and _are_dims(dims))}
     if odd:
         shown = "\n".join(f"  {key!r}: {dims!r}" for key, dims in odd.items())
         raise TypeError(
@@ -114,12 +114,9 @@ def _check_names(argument: str, given: object) -> None:
         )
 
 
-def _are_names(dims: object) -> bool:
-    if not isinstance(dims, list | tuple):
-        return False
-    several = [part for dim in dims if isinstance(dim, list | tuple) for part in dim]
-    plain = [dim for dim in dims if not isinstance(dim, list | tuple) and dim is not PartitionSpec.UNCONSTRAINED]
-    return all(isinstance(part, str) for part in several) and all(isinstance(dim, str | None) for dim in plain)
+def _are_dims(dims: object) -> bool:
+    each = cast(Sequence[object], dims) if isinstance(dims, list | tuple) else (0,)
+    return all(dim is PartitionSpec.UNCONSTRAINED or are_names(dim) for dim in each)
 
 
 def _names(

@@ -95,8 +95,7 @@ def _of_experts(experts: dict[str, torch.Tensor], roles: dict[str, Role]) -> Ite
         if p.ndim == 3:
             yield name, ("exp", "mlp_moe", "embed_moe") if roles[name].dim == 1 else ("exp", "embed_moe", "mlp_moe")
         elif p.ndim == 2:
-            leads_out = any(word in name for word in ("down", "w2", "out"))
-            yield name, ("exp", "activation_embed" if leads_out else "activation_mlp")
+            yield name, ("exp", "activation_embed" if roles[name].dim is None else "activation_mlp")
 
 
 def _as_known(dim: Dim, known: Collection[str]) -> Dim:

@@ -76,8 +76,11 @@ def read_rules(rules: object, sizes: Mapping[str, int]) -> LogicalRules:
 
 
 def _is_rule(rule: object) -> bool:
-    if not isinstance(rule, list | tuple) or len(cast(Sequence[object], rule)) != 2:
-        return False
-    name, axes = cast(Sequence[object], rule)
-    parts = cast(Sequence[object], axes) if isinstance(axes, list | tuple) else [axes]
-    return isinstance(name, str) and (axes is None or all(isinstance(part, str) for part in parts))
+    parts = cast(Sequence[object], rule) if isinstance(rule, list | tuple) else ()
+    return len(parts) == 2 and isinstance(parts[0], str) and are_names(parts[1])
+
+
+def are_names(value: object) -> bool:
+    """Whether it is None, a name or several."""
+    parts = cast(Sequence[object], value) if isinstance(value, list | tuple) else [value]
+    return value is None or all(isinstance(part, str) for part in parts)

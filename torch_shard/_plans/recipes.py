@@ -32,7 +32,17 @@ from torch_shard._plans.decisions import (
 from torch_shard._plans.layers import experts_of, layers_of, tables_of
 from torch_shard._plans.roles import Role, roles_of
 from torch_shard._plans.sequence import sequence_constraints
-from torch_shard._sharding import Context, ContextMode, Padded, Pieces, ShardingPlan, check_mesh
+from torch_shard._sharding import (
+    Context,
+    ContextMode,
+    Padded,
+    Pieces,
+    Pipeline,
+    Schedule,
+    ShardingPlan,
+    check_mesh,
+    check_plan,
+)
 
 PadVocab = bool | Literal["auto"]
 """Whether a vocabulary that does not divide is padded."""
@@ -141,8 +151,7 @@ def tp(
         >>> ts.plans.tp(mlp, ts.make_mesh(batch=4, model=2))
         ShardingPlan({'0.weight': P('model', None), '0.bias': P('model'), '2.weight': P(None, 'model'), '2.bias': P()})
     """
-    model = _check(model, mesh, strict, tp=tp)
-    _check_padding(pad_vocab)
+    model = _check(model, mesh, strict, pad_vocab, tp=tp)
     return plan_of(model, _decide(model, mesh, tp=tp, pad_vocab=pad_vocab), strict=strict)
 
 
@@ -187,11 +196,10 @@ def fsdp_tp(
         >>> plan | {"0.bias": jax.sharding.PartitionSpec()}
         ShardingPlan({'0.weight': P('model', 'batch'), '0.bias': P(), '2.weight': P('batch', 'model')})
     """
-    model = _check(model, mesh, strict)
+    model = _check(model, mesh, strict, pad_vocab)
     check_axes(mesh, fsdp=fsdp, tp=tp, context=context)
     check_kind("context", context, str | None)
     _check_sequence(sequence, tp)
-    _check_padding(pad_vocab)
     if tp is None and fsdp is None and context is None:
         raise TypeError(f"{caller()}: {_NO_TP}: no other axis is given.")
     rows = names_of(fsdp)
@@ -275,10 +283,9 @@ def expert(
         >>> ts.plans.expert(Experts(), ts.make_mesh(batch=2, model=4))
         ShardingPlan({'up': P('model', 'batch', None)})
     """
-    model = _check(model, mesh, strict, ep=ep)
+    model = _check(model, mesh, strict, pad_vocab, ep=ep)
     check_axes(mesh, fsdp=fsdp, tp=tp)
     _check_sequence(sequence, tp)
-    _check_padding(pad_vocab)
     if not any(experts_of(layer) for _, layer in layers_of(model)):
         raise ValueError(
             f"{caller()}: no entry of {type(model).__name__} holds several experts along its first dim, as the 3-D "
@@ -289,10 +296,46 @@ def expert(
     return plan_of(model, decisions, strict=strict, activations=activations)
 
 
-def _check(model: torch.nn.Module, mesh: Mesh, strict: bool, **axes: Axes) -> torch.nn.Module:
+@error_prefix("plans.pipeline")
+def pipeline(
+    plan: ShardingPlan, *, stage: str = "stage", repeats: int = 1, schedule: Schedule | None = None
+) -> ShardingPlan:
+    """A plan whose repeated layers are the stages of a pipeline; the model is not rewritten.
+
+    Each stage has the parameters of its own layers, split further as the plan says. Microbatches, of which
+    `make_train_step(accumulate_steps=)` says the number, go from stage to stage within one compiled program; twice as
+    many as stages, or more, keep the stages busy: of `M` over `P` stages, `(P - 1) / (repeats * M + P - 1)` of the time
+    is idle. Numbers are those of the same step without stages. Embeddings, head and loss are computed by all stages,
+    each for a part of the rows.
+
+    Args:
+        plan: For the other axes of the mesh; its rules do not split layers over `stage`.
+        stage: The axis of the mesh that has the stages. The layers are a multiple of its size times `repeats`.
+        repeats: How often a microbatch goes round, through other layers each time.
+        schedule: `"1f1b"` or `"gpipe"`; see `Pipeline`.
+
+    Raises:
+        TypeError: An argument is of the wrong kind.
+        ValueError: There is no such schedule. Making the step says what does not fit the model.
+
+    Example:
+        >>> import torch_shard as ts
+        >>> plan = ts.plans.pipeline(ts.plans.replicated(), stage="stage")
+        >>> plan.pipeline.axis, plan.pipeline.schedule
+        ('stage', '1f1b')
+    """
+    check_plan(plan)
+    return dataclasses.replace(plan, pipeline=Pipeline(stage, repeats, schedule))
+
+
+def _check(
+    model: torch.nn.Module, mesh: Mesh, strict: bool, pad_vocab: object = "auto", **axes: Axes
+) -> torch.nn.Module:
     """The module to be read; refuse what a recipe cannot read."""
     model = check_module("model", model)
     check_kind("strict", strict, bool)
+    if not isinstance(pad_vocab, bool) and pad_vocab != "auto":
+        raise ValueError(f'{caller()}: pad_vocab must be True, False or "auto", got {pad_vocab!r}.')
     if missing := [argument for argument, given in axes.items() if cast(object, given) is None]:
         raise TypeError(f"{caller()}: {missing[0]} must be the name of an axis, or a tuple of some, got None.")
     check_axes(check_mesh(mesh), **axes)
@@ -306,11 +349,6 @@ def _check_sequence(sequence: bool, tp: Axes | None) -> None:
     check_kind("sequence", sequence, bool)
     if sequence and tp is None:
         raise TypeError(f"{caller()}: {_NO_TP}: sequence=True splits the residual stream over it.")
-
-
-def _check_padding(pad_vocab: object) -> None:
-    if not isinstance(pad_vocab, bool) and pad_vocab != "auto":
-        raise ValueError(f'{caller()}: pad_vocab must be True, False or "auto", got {pad_vocab!r}.')
 
 
 def _decide(
