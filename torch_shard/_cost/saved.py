@@ -7,7 +7,7 @@ from torch_shard._cost.hlo import Hlo, Instruction
 _ALIASES = ("bitcast", "copy-done", "optimization-barrier", "opt-barrier")
 
 
-def saved_bytes(text: str, backward: str = "backward", after: str = "optimizer") -> float:
+def saved_bytes(text: str) -> float:
     """Bytes of one device that instructions of the forward pass compute and those of the backward pass read."""
     hlo = Hlo(text)
     entry, sources = hlo.computations[hlo.entry], _Sources(hlo)
@@ -15,9 +15,9 @@ def saved_bytes(text: str, backward: str = "backward", after: str = "optimizer")
     forward = {
         i.name
         for i in entry
-        if i.label and i.op not in ("parameter", "constant") and not {backward, after} & set(parts[i.name])
+        if i.label and i.op not in ("parameter", "constant") and not {"backward", "optimizer"} & set(parts[i.name])
     }
-    given = {name for i in entry if backward in parts[i.name] for name in i.operands if name in hlo.made}
+    given = {name for i in entry if "backward" in parts[i.name] for name in i.operands if name in hlo.made}
     read = {source for name in given for source in sources.of(name)}
     arrays = [hlo.operand(name)[at] for name, at in read if name in forward]
     return sum(array.num_padded_bytes for array in arrays if not array.is_on_chip)

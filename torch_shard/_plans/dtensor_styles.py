@@ -174,15 +174,13 @@ def _split_dim(module: nn.Module, style: ParallelStyle, name: str) -> int | None
 
 def _asked(module: nn.Module, style: ParallelStyle) -> Iterator[tuple[str | int, Placement]]:
     """The layouts that a style enforces, by argument of forward; "" is what is returned, a number no argument."""
-    if isinstance(style, parallel.ColwiseParallel):
-        yield from _by_position(module, [Replicate()])
-        yield "", style.output_layouts[0]
-    elif isinstance(style, parallel.RowwiseParallel):
-        yield from _by_position(module, [Replicate() if isinstance(module, nn.Embedding) else Shard(-1)])
-        yield "", style.output_layouts[0]
-    elif isinstance(style, parallel.SequenceParallel):
+    if isinstance(style, parallel.SequenceParallel):
         yield from _by_position(module, [style.sequence_sharding[0]])
         yield "", style.sequence_sharding[0]
+    elif isinstance(style, parallel.ColwiseParallel | parallel.RowwiseParallel):
+        is_row = isinstance(style, parallel.RowwiseParallel) and not isinstance(module, nn.Embedding)
+        yield from _by_position(module, [Shard(-1) if is_row else Replicate()])
+        yield "", style.output_layouts[0]
     elif isinstance(style, parallel.PrepareModuleInputOutput):
         yield from _asked(module, style.prepare_module_input)
         yield from _asked(module, style.prepare_module_output)
