@@ -88,8 +88,7 @@ class Origins(TorchFunctionMode):
         self._bad: dict[Any, tuple[Origin, bool]] = {}
         """Nodes of autograd that gave a gradient that is not finite, in order; and whether what arrived was finite."""
         self._is_forward = True
-        self._params = dict(model.named_parameters())
-        self._buffers = {id(buffer): buffer for buffer in model.buffers()}
+        self._params, self._buffers = dict(model.named_parameters()), set(map(id, model.buffers()))
         self.forward: list[ModuleValue] = []
         """What modules returned, in the order in which they ended."""
         self.backward: list[ModuleValue] = []
@@ -145,12 +144,13 @@ class Origins(TorchFunctionMode):
         for tensor in given:
             self._watch(tensor.grad_fn, None)
         origins = [(tensor, self.of(tensor)) for tensor in given]
-        versions = [_version(tensor) for tensor in given]
         out = func(*args, **kwargs)
-        pairs = zip(given, versions, strict=True)  # batch_norm writes to buffers, and says so to nobody
-        written = [t for t, version in pairs if id(t) in self._buffers or _version(t) != version]
-        bad = [origin for tensor, origin in origins if origin is not None]
-        call = functools.partial(self._call, name, [t for t in given if all(t is not w for w in written)])
+        written = [tensor for tensor, origin in origins if _what(tensor) != (origin and origin.value)]
+        bad = [origin for _, origin in origins if origin is not None]
+        changed = {*self._buffers, *map(id, written)}  # batch_norm writes to buffers, and says so to nobody
+        call = functools.partial(self._call, name, [tensor for tensor in given if id(tensor) not in changed])
+        for tensor in given:
+            self._watch(tensor.grad_fn, call)
         for tensor in (*tensors_of(out), *written):
             self._note(tensor, bad, (args, kwargs), call)
         return out
@@ -266,7 +266,3 @@ def _what(tensor: torch.Tensor) -> str | None:
     if bool(numbers.isnan().any()):
         return "NaN"
     return "infinity" if numbers.is_complex() or bool((numbers == math.inf).any()) else "minus infinity"
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
