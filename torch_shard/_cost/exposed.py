@@ -55,7 +55,7 @@ class _Clock:
 
     around: frozenset[str] = frozenset()
     now: float = 0.0
-    waited: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter[str])
+    waited: dict[str, float] = dataclasses.field(default_factory=lambda: collections.defaultdict[str, float](float))
     free: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
     ends: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict[str, tuple[float, str]])
 
@@ -69,11 +69,7 @@ class _Clock:
         end, group = self.ends.pop(name, (0.0, ""))
         if (late := end - self.now) > 0:
             self.now += late
-            self.add(group, late)
-
-    def add(self, group: str, cycles: float) -> None:
-        """Count what was waited for."""
-        self.waited[group] += cycles  # pyright: ignore[reportArgumentType]
+            self.waited[group] += late
 
 
 class _Schedule:
@@ -101,7 +97,7 @@ class _Schedule:
                 passed = self.run(called, clock.around.union(clock.ends))
                 clock.now += times * passed.now
                 for group, cycles in passed.waited.items():
-                    clock.add(group, times * cycles)
+                    clock.waited[group] += times * cycles
             return
         if op.endswith(_ONE_BY_ONE):
             if op.endswith("-done"):

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from jax.sharding import Mesh, PartitionSpec
@@ -28,7 +30,7 @@ from torch_shard._plans.decisions import (
 from torch_shard._plans.hf_rules import Rule, Rules
 from torch_shard._plans.hf_styles import FSDP_STYLES, STYLES
 from torch_shard._plans.layers import LORA
-from torch_shard._plans.roles import roles_of
+from torch_shard._plans.roles import Role, roles_of
 from torch_shard._sharding import Pieces, ShardingPlan, check_mesh
 
 
@@ -82,16 +84,40 @@ def from_hf(
     check_mesh(mesh)
     check_axes(mesh, tp=tp, fsdp=fsdp)
     check_axes(mesh, ep=ep)  # it may be another's
-    reader = _Reader(model, mesh, tp=tp, fsdp=fsdp, ep=ep)
-    if faults := reader.find_faults():
+    rules = {name: Rules.of(model, f"{name}_plan") for name in ("tp", "ep", "fsdp")}
+    asked = {"tp": tp, "ep": ep, "fsdp": fsdp}
+    if faults := [fault for name, axes in asked.items() if axes is not None for fault in _find_faults(name, rules)]:
         raise ValueError(listed(f"{type(model).__name__} has no plan that can be read.", faults))
-    activations = {} if tp is None else over_time(model, reader.tp_rules, tp)
-    return plan_of(model, reader.decide(), strict=strict, activations=activations)
+    reader = _Reader(mesh, tp, ep, rules["tp"], rules["ep"], roles_of(model))
+    named = model.named_parameters(remove_duplicate=False)
+    split = {name: reader.split(name, p) for name, p in named if LORA not in name}
+    above = {name: rules["fsdp"].above(name) for name in split} if fsdp else {}
+    notes = {name: FSDP_STYLES[rule.style] for name, rule in above.items() if rule}
+    decisions = completed(model, split, mesh, fsdp=fsdp, notes=notes)
+    activations = {} if tp is None else _over_time(model, rules["tp"], tp)
+    return plan_of(model, decisions, strict=strict, activations=activations)
+
+
+def _find_faults(argument: str, rules: Mapping[str, Rules]) -> list[str]:
+    """What cannot be read of a plan."""
+    styles, recipe = FSDP_STYLES if argument == "fsdp" else STYLES, "expert" if argument == "ep" else argument
+    faults = [
+        f'{argument}_plan["{rule.key}"] is "{rule.style}", which is none of its styles: {", ".join(styles)}. '
+        f"Change it in model.{argument}_plan, or pass {argument}=None."
+        for rule in rules[argument].all
+        if rule.style not in styles
+    ]
+    if not rules[argument] and (argument != "fsdp" or not rules["tp"]):
+        faults.append(
+            f"it has no {argument}_plan. Use ts.plans.{recipe}(model, mesh), which goes by what layers are, "
+            f"or pass {argument}=None."
+        )
+    return faults
 
 
 # With Megatron's constraints on what all layers take and return, a Llama compiles for TPU (v5e:4x4, two layers) to the
 # same collectives, 110 of 45.9 MiB; with the logits gathered, as `colwise_gather_output` asks, to 58.9 MiB.
-def over_time(model: nn.Module, rules: Rules, tp: Axes) -> dict[str, PartitionSpec]:
+def _over_time(model: nn.Module, rules: Rules, tp: Axes) -> dict[str, PartitionSpec]:
     """What modules of the style `sequence_parallel` take and return, by place."""
     found: dict[str, PartitionSpec] = {}
     for name, module in model.named_modules():
@@ -102,48 +128,18 @@ def over_time(model: nn.Module, rules: Rules, tp: Axes) -> dict[str, PartitionSp
     return places_with_globs(found, model)
 
 
+@dataclass(frozen=True)
 class _Reader:
     """The rules of a model, and what they come to on a mesh."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, *, tp: Axes | None, fsdp: Axes | None, ep: Axes | None) -> None:
-        self.model, self.mesh = model, mesh
-        self.tp, self.fsdp, self.ep = tp, fsdp, ep
-        self.tp_rules, self.ep_rules = Rules.of(model, "tp_plan"), Rules.of(model, "ep_plan")
-        self.fsdp_rules = Rules.of(model, "fsdp_plan")
-        self._roles = roles_of(model)
+    mesh: Mesh
+    tp: Axes | None
+    ep: Axes | None
+    tp_rules: Rules
+    ep_rules: Rules
+    roles: Mapping[str, Role]
 
-    def find_faults(self) -> list[str]:
-        """What cannot be read, of what is asked for."""
-        asked = {
-            "tp": (self.tp, self.tp_rules, STYLES),
-            "ep": (self.ep, self.ep_rules, STYLES),
-            "fsdp": (self.fsdp, self.fsdp_rules, FSDP_STYLES),
-        }
-        faults: list[str] = []
-        for argument, (axes, rules, styles) in asked.items():
-            unknown = [rule for rule in rules.all if axes is not None and rule.style not in styles]
-            faults += [
-                f'{argument}_plan["{rule.key}"] is "{rule.style}", which is none of its styles: {", ".join(styles)}. '
-                f"Change it in model.{argument}_plan, or pass {argument}=None."
-                for rule in unknown
-            ]
-            if axes is not None and not rules and (argument != "fsdp" or not self.tp_rules):
-                recipe = {"tp": "tp", "ep": "expert", "fsdp": "fsdp"}[argument]
-                faults.append(
-                    f"it has no {argument}_plan. Use ts.plans.{recipe}(model, mesh), which goes by what layers are, "
-                    f"or pass {argument}=None."
-                )
-        return faults
-
-    def decide(self) -> dict[str, Decision]:
-        """For each entry how it is split, and why."""
-        named = self.model.named_parameters(remove_duplicate=False)
-        split = {name: self._split(name, p) for name, p in named if LORA not in name}
-        above = {name: self.fsdp_rules.above(name) for name in split} if self.fsdp else {}
-        notes = {name: FSDP_STYLES[rule.style] for name, rule in above.items() if rule}
-        return completed(self.model, split, self.mesh, fsdp=self.fsdp, notes=notes)
-
-    def _split(self, name: str, entry: torch.Tensor) -> Decision:
+    def split(self, name: str, entry: torch.Tensor) -> Decision:
         """How the rules of `ep_plan` and `tp_plan` split a parameter."""
         spec, reasons, faults, form = PartitionSpec(), list[str](), list[str](), None
         for axes, rule in ((self.ep, self.ep_rules.of_parameter(name)), (self.tp, self._tp_rule(name))):
@@ -170,7 +166,7 @@ class _Reader:
 
     def _fault(self, name: str, entry: torch.Tensor, dim: int, *, axes: Axes, rule: Rule) -> str:
         """What keeps a dim from being split."""
-        role = self._roles.get(name) if rule.style == "colwise" else None
+        role = self.roles.get(name) if rule.style == "colwise" else None
         heads = role.heads if role is not None and role.dim == dim else 0
         return find_uneven(entry, dim, axes, self.mesh, pieces=STYLES[rule.style].pieces, heads=heads)
 

@@ -114,3 +114,8 @@ def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def base_of(path: str) -> str:
     """The name that a layer has without the wrappers of adapters around it (`q_proj.base_layer`, `q_proj.lora_A.x`)."""
     return path.split(LORA)[0].removesuffix(".base_layer")
+
+
+def parent_of(path: str) -> str:
+    """The name of the module around another."""
+    return path.rpartition(".")[0]

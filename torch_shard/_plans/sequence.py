@@ -17,7 +17,7 @@ from torch import nn
 
 from torch_shard._common.caller import caller
 from torch_shard._plans.decisions import Axes, Decision, names_of, places_with_globs
-from torch_shard._plans.layers import experts_of, is_norm, is_table, layers_of, product_of
+from torch_shard._plans.layers import experts_of, is_norm, is_table, layers_of, parent_of, product_of
 from torch_shard._plans.roles import roles_of
 from torch_shard._sharding import Padded, axes_of
 
@@ -83,7 +83,7 @@ def _places(
     Places are names of modules, and of arguments of their `forward`.
     """
     layers, roles = dict(layers_of(model)), roles_of(model)
-    moe = [_parent(path) for path, layer in layers.items() if experts_of(layer)]
+    moe = [parent_of(path) for path, layer in layers.items() if experts_of(layer)]
     attention = [path for path, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
     others = [*moe, *attention]  # to experts tokens come in one row
     sides = {path: roles[f"{path}.weight"].side for path in layers if f"{path}.weight" in roles and path in sharded}
@@ -93,12 +93,12 @@ def _places(
     num_words = {p.shape[0] for path in vocabularies for p in model.get_submodule(path).parameters()}
     outer = {path: product_of(layers[path]) for path in sides if not _is_in(path, blocks)}
     heads = [path for path, product in outer.items() if product is not None and product.num_out in num_words]
-    around = {*blocks, *(_parent(_parent(path)) for path in blocks)}
-    norms = [path for path, module in model.named_modules() if is_norm(module) and _parent(path) in around]
+    around = {*blocks, *(parent_of(parent_of(path)) for path in blocks)}
+    norms = [path for path, module in model.named_modules() if is_norm(module) and parent_of(path) in around]
     split = [*vocabularies, *norms, *rows, *(f"{path}:return.0" for path in attention)]
     whole = [*heads, *moe]
-    for parent in dict.fromkeys(map(_parent, columns)):
-        siblings = [path for path in columns if _parent(path) == parent]
+    for parent in dict.fromkeys(map(parent_of, columns)):
+        siblings = [path for path in columns if parent_of(path) == parent]
         if len(siblings) == 1:
             whole += siblings
         elif parent not in blocks:  # one gather for all of them, and one sum of their gradients
@@ -120,10 +120,6 @@ def _vocabularies(model: nn.Module) -> list[str]:
             return [path for path, module in model.named_modules() if module is table]
     rows = {path: p.shape[0] for path, layer in layers_of(model) if is_table(layer) for p in layer.parameters()}
     return [path for path, num in rows.items() if num == max(rows.values())]
-
-
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]
 
 
 def _is_in(path: str, places: Iterable[str]) -> bool:
