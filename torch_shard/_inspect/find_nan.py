@@ -190,16 +190,15 @@ def replay(step: TrainStep, state: TrainState, placed: ShardedBatch) -> NanRepor
 
 def _replay(run: Replay) -> NanReport:
     losses = list[float]()
-    for number, part in enumerate(run):
-        paths = array_paths(part.batch)
-        look = Origins(run.model, dict(zip(paths, tensors_of(part.batch), strict=False)))
+    for number, batch in enumerate(run):
+        look = Origins(run.model, dict(zip(array_paths(batch), tensors_of(batch), strict=False)))
         with look.active():
-            loss, _ = part.forward()
+            loss, _ = run.forward(batch)
         losses.append(float(loss.detach()))
         origin = look.of(loss) or next(filter(None, map(look.of, run.model.buffers())), None)
         if origin is None or math.isfinite(losses[-1]):
             with look.active(forward=False):
-                part.backward(loss)
+                run.backward(loss)
             origin = look.of_gradients() or origin
         if origin is not None:
             place = {"number": number, "num": len(run), "loss": losses[-1]}

@@ -158,10 +158,9 @@ def _limits(run: Run) -> tuple[float, str]:
     """How far values may be apart, of the largest entry, and in what they were computed, in words."""
     dtype = run.training.dtype
     if dtype == torch.float64:
-        state = run.step.init()
-        part = next(iter(Replay(run.step, state, run.step.put(run.training.batches[0]))))
+        replay = Replay(run.step, run.step.init(), run.step.put(run.training.batches[0]))
         with _Narrow() as found, torch.no_grad():
-            part.forward()
+            replay.forward(next(iter(replay)))
         if found.is_narrow:
             return EXACT[torch.float32], "float64, in part float32"
     return EXACT.get(dtype, ROUNDING.get(dtype, 1e-4)), str(dtype).removeprefix("torch.")

@@ -4,7 +4,6 @@
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Replay:
-    """A step from a state, in eager torch; iterate over it to run its microbatches, forward and then backward.
+    """A step from a state, in eager torch; iterate over it for its microbatches, to run each forward and then backward.
 
     Gradients add up in `model`, and its buffers go from one microbatch to the next, as in the step. Every process must
     make one, and gets all of the values.
@@ -55,18 +54,27 @@ class Replay:
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __iter__(self) -> Iterator["MicrobatchRun"]:
+    def __iter__(self) -> Iterator[PyTree]:
         for number, batch in enumerate(self.batches):
             key = self._key if len(self) == 1 else jax.random.fold_in(self._key, number)
             with ReplayRNG(key if self.num_draws else None).active():
-                yield MicrobatchRun(self._step, self.model, batch, len(self), self._precision)
+                yield batch
+
+    def forward(self, batch: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
+        """The loss and metrics of a microbatch."""
+        with self._precision.active("cpu"), MetricCalls().noted(), world_of_one():
+            return split_loss(self._step.loss_fn(self.model, batch))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the part of the gradients that a microbatch has."""
+        (loss / len(self)).backward()
 
     def run(self, trained: Iterable[str]) -> Values:
         """Run all of it, and give the loss, the metrics and the gradients of these parameters."""
         losses, metrics = list[torch.Tensor](), list[PyTree]()
-        for part in self:
-            loss, found = part.forward()
-            part.backward(loss)
+        for batch in self:
+            loss, found = self.forward(batch)
+            self.backward(loss)
             losses.append(loss.detach())
             metrics.append(found)
         own = metrics[0] if len(self) == 1 else jax.tree.map(_together, *metrics)
@@ -74,26 +82,6 @@ class Replay:
         grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in held.items()}
         numbers = numbers_of(torch.stack(losses).mean(), own)
         return numbers | {("gradient", name): array_of(grad) for name, grad in grads.items()}
-
-
-@dataclasses.dataclass
-class MicrobatchRun:
-    """One of `num` microbatches of a replay."""
-
-    step: "TrainStep"
-    model: nn.Module
-    batch: PyTree
-    num: int
-    precision: Precision
-
-    def forward(self) -> tuple[torch.Tensor, dict[str, PyTree]]:
-        """Its loss and metrics."""
-        with self.precision.active("cpu"), MetricCalls().noted(), world_of_one():
-            return split_loss(self.step.loss_fn(self.model, self.batch))
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Add its part of the gradients."""
-        (loss / self.num).backward()
 
 
 class ModuleCalls:
