@@ -191,7 +191,7 @@ def test_every_registered_style_is_known():
     from transformers.distributed import expert_parallel, fsdp, tensor_parallel  # noqa: F401 they register
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
-    from torch_shard._plans.hf_styles import FSDP_STYLES, STYLES
+    from torch_shard._plans.hf_rules import FSDP_STYLES, STYLES
 
     assert set(STYLES) == set(ALL_PARALLEL_STYLES.keys())
     assert set(FSDP_STYLES) == set(fsdp.ALL_FSDP_STYLES)

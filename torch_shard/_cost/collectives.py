@@ -39,7 +39,7 @@ def collective_of(hlo: Hlo, instruction: Instruction, *, scatters: bool = False)
     """What a collective moves, by the best known way: a ring."""
     size = len(next(iter(_members(group_of(instruction))), ()))  # 0 if that is not said
     share = (size - 1) / size if size else 1.0
-    given = sum(array.num_bytes for array in hlo.inputs(instruction))
+    given = sum(array.num_bytes for name in instruction.operands for array in hlo.operand(name))
     results = sum(array.num_bytes for array in instruction.results)
     kind = instruction.kind
     if kind == "all-gather":

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
 
 from torch_shard._common.expected_trips import expected_trips
 
@@ -159,11 +158,6 @@ class Hlo:
         return (
             [(name, 1.0) for name in self.called(instruction)[:2]] if instruction.op in ("call", "conditional") else []
         )
-
-    def inputs(self, instruction: Instruction) -> Iterator[Array]:
-        """The arrays that an instruction works on."""
-        for name in instruction.operands:
-            yield from self.operand(name)
 
     def operand(self, name: str) -> list[Array]:
         """The arrays of the result of that name."""

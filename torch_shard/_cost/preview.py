@@ -109,22 +109,25 @@ class Preview(InNotebooks):
     @property
     def collective_bytes(self) -> int:
         """Bytes that one device receives from others in a step."""
-        return int(sum(module.received_bytes for module in self.modules))
+        return self._sum("received_bytes")
 
     @property
     def flops(self) -> int:
         """Of products, on one device."""
-        return int(sum(module.flops for module in self.modules))
+        return self._sum("flops")
 
     @property
     def memory_bytes(self) -> int:
         """Read from one device's memory and written to it."""
-        return int(sum(module.memory_bytes for module in self.modules))
+        return self._sum("memory_bytes")
 
     @property
     def cycles(self) -> int:
         """XLA:TPU's own estimate, without communication and kernels written in Pallas; zero on other devices."""
-        return sum(module.cycles for module in self.modules)
+        return self._sum("cycles")
+
+    def _sum(self, name: str) -> int:
+        return int(sum(getattr(module, name) for module in self.modules))
 
     @property
     def attributed(self) -> float:

@@ -6,7 +6,7 @@ Cycles are XLA:TPU's own `estimated_cycles`, without communication; a kernel wri
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -72,7 +72,6 @@ class Walk:
     def __init__(self, hlo: Hlo) -> None:
         self.hlo, self._traffic = hlo, Traffic(hlo)
         self._seen: set[tuple[str | None, ...]] = set()
-        self._sums: dict[tuple[str, str], float] = {}
 
     def computation(self, name: str, times: float) -> Iterator[Cost]:
         """Costs of the instructions of a computation that runs so often."""
@@ -92,7 +91,6 @@ class Walk:
                 yield self._own(instruction, times)
 
     def _own(self, instruction: Instruction, times: float) -> Cost:
-        called = self.hlo.called(instruction) if instruction.op == "fusion" else []
         cycles = self.cycles(instruction)
         largest = max(instruction.results, key=lambda array: array.num_bytes, default=None)
         return Cost(
@@ -100,30 +98,21 @@ class Walk:
             instruction.op,
             times,
             cycles=None if cycles is None else int(cycles * times),
-            flops=(flops_of(self.hlo, instruction) + sum(self._sum(name, "flops") for name in called)) * times,
+            flops=self._total(instruction, lambda inner: flops_of(self.hlo, inner)) * times,
             memory_bytes=self._traffic.of(instruction) * times,
             largest=(0.0, "") if largest is None else (largest.num_bytes, f"{largest.dtype}{list(largest.shape)}"),
         )
 
     def cycles(self, instruction: Instruction) -> int | None:
         """Of one run, by the compiler."""
-        cycles = _cycles(instruction)
-        if cycles is None and instruction.op == "fusion":
-            cycles = int(sum(self._sum(name, "cycles") for name in self.hlo.called(instruction))) or None
-        return cycles
+        return int(self._total(instruction, _cycles)) or None
 
-    def _sum(self, computation: str, what: str) -> float:
-        """Flops or cycles of all that is fused into a computation."""
-        if (computation, what) not in self._sums:
-            total = 0.0
-            for instruction in self.hlo.computations[computation]:
-                inner = self.hlo.called(instruction) if instruction.op in ("fusion", "call") else []
-                own = _cycles(instruction) if what == "cycles" else flops_of(self.hlo, instruction)
-                if what == "flops" or own is None:
-                    own = (own or 0) + sum(self._sum(name, what) for name in inner)
-                total += own
-            self._sums[computation, what] = total
-        return self._sums[computation, what]
+    def _total(self, instruction: Instruction, own: Callable[[Instruction], float | None]) -> float:
+        """Of an instruction that has none of its own, what all have that are fused into it."""
+        if (found := own(instruction)) is not None:
+            return found
+        called = self.hlo.called(instruction) if instruction.op in ("fusion", "call") else []
+        return sum(self._total(inner, own) for name in called for inner in self.hlo.computations[name])
 
     def _collectives(self, instruction: Instruction, times: float) -> Iterator[Cost]:
         for inner, moved in travelling(self.hlo, instruction):
@@ -139,11 +128,11 @@ def _cycles(instruction: Instruction) -> int | None:
     return int(found) if found is not None and int(found) < _OVERFLOW else None
 
 
-def flops_of(hlo: Hlo, instruction: Instruction) -> float:
-    """Multiplications and additions of a product; zero for what is none."""
+def flops_of(hlo: Hlo, instruction: Instruction) -> float | None:
+    """Multiplications and additions of a product; None for what is none."""
     if instruction.op == "dot":
         return _dot(hlo, instruction)
-    return _convolution(hlo, instruction) if instruction.op == "convolution" else 0.0
+    return _convolution(hlo, instruction) if instruction.op == "convolution" else None
 
 
 def _dot(hlo: Hlo, dot: Instruction) -> float:

@@ -81,10 +81,10 @@ class Run:
         optimizer = self.training.optimizers[1]([p for p in model.parameters() if p.requires_grad])
         for batch in self.training.batches:
             optimizer.zero_grad()
-            numbers = Replay(self.step, state, self.step.put(batch), model=model).run(state.params)
+            replay = Replay(self.step, state, self.step.put(batch), model=model)
+            numbers = replay.run(state.params)
             optimizer.step()
-            held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-            found.append(numbers | _held(state, {name: held[name] for name in state.tensors}))
+            found.append(numbers | _held(state, replay.held(state.tensors)))
         return found
 
     def alone(self) -> list[Values]:

@@ -27,8 +27,7 @@ from torch_shard._plans.decisions import (
     places_with_globs,
     plan_of,
 )
-from torch_shard._plans.hf_rules import Rule, Rules
-from torch_shard._plans.hf_styles import FSDP_STYLES, STYLES
+from torch_shard._plans.hf_rules import FSDP_STYLES, STYLES, Rule, Rules
 from torch_shard._plans.layers import LORA
 from torch_shard._plans.roles import Role, roles_of
 from torch_shard._sharding import Pieces, ShardingPlan, check_mesh

@@ -20,6 +20,7 @@ from jax.sharding import Sharding
 from torch_shard._capture import MetricCalls
 from torch_shard._common.pieces import whole
 from torch_shard._common.types import PyTree
+from torch_shard._device import to_cpu
 from torch_shard._hosts import follow
 from torch_shard._loss import CALLS, LossProgram
 from torch_shard._sharding import Stacks, constrain_stacks
@@ -38,7 +39,7 @@ from torch_shard._train.comparison import (
     told_apart,
 )
 from torch_shard._train.placing import ShardedBatch
-from torch_shard._train.replay import Replay, cpu_model, host_batch
+from torch_shard._train.replay import Replay, cpu_model
 from torch_shard._train.step import Step
 
 if TYPE_CHECKING:
@@ -85,9 +86,12 @@ class GradientStep(Step):
         return self.programs[-1].num_draws
 
     def on_host(self, placed: ShardedBatch) -> list[torch.Tensor]:
-        """The leaves of the whole batch on the CPU as torch has them; every process must ask for them."""
+        """The leaves of the whole batch on the CPU as torch has them, for JAX may hold 64 bits in 32.
+
+        Every process must ask for them.
+        """
         arrays = jax.jit(lambda arrays: arrays, out_shardings=self.replicated)(placed.arrays)
-        return host_batch(arrays, placed)
+        return [to_cpu(array).to(spec.dtype) for array, spec in zip(arrays, placed.signature.specs, strict=True)]
 
     def microbatches(self, placed: ShardedBatch) -> list[PyTree]:
         """The batch, or the microbatches of it, with CPU tensors."""
@@ -121,8 +125,7 @@ def _rows(step: "TrainStep", state: TrainState, placed: ShardedBatch) -> list[Di
     found = numbers_of(out["loss"], out["metrics"]) | _named("gradient", out["grads"]) | _named("buffer", buffers)
     replay = Replay(step, state, placed)
     wanted = replay.run(out["grads"])
-    held = {**dict(replay.model.named_parameters()), **dict(replay.model.named_buffers())}
-    return differences([wanted | _named("buffer", {name: held[name] for name in buffers})], None, [found])
+    return differences([wanted | _named("buffer", replay.held(buffers))], None, [found])
 
 
 def _named(kind: str, values: Mapping[str, jax.Array | torch.Tensor]) -> Values:

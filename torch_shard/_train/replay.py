@@ -4,7 +4,7 @@
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
@@ -14,7 +14,7 @@ from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture import MetricCalls, Precision
 from torch_shard._common.types import PyTree
-from torch_shard._device import ReplayRNG, to_cpu
+from torch_shard._device import ReplayRNG
 from torch_shard._loss import split_loss
 from torch_shard._lowering import world_of_one
 from torch_shard._state import TrainState
@@ -69,6 +69,11 @@ class Replay:
         """Add the part of the gradients that a microbatch has."""
         (loss / len(self)).backward()
 
+    def held(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """These parameters and buffers of the model."""
+        held = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        return {name: held[name] for name in names}
+
     def run(self, trained: Iterable[str]) -> Values:
         """Run all of it, and give the loss, the metrics and the gradients of these parameters."""
         losses, metrics = list[torch.Tensor](), list[PyTree]()
@@ -78,8 +83,8 @@ class Replay:
             losses.append(loss.detach())
             metrics.append(found)
         own = metrics[0] if len(self) == 1 else jax.tree.map(_together, *metrics)
-        held = {name: self.model.get_parameter(name) for name in trained}
-        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in held.items()}
+        held = self.held(trained).items()
+        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in held}
         numbers = numbers_of(torch.stack(losses).mean(), own)
         return numbers | {("gradient", name): array_of(grad) for name, grad in grads.items()}
 
@@ -125,11 +130,6 @@ def cpu_model(step: "TrainStep", state: TrainState) -> nn.Module:
         for hook in (parameter._backward_hooks or {}).values():
             copy.get_parameter(name).register_hook(hook)  # which a copy loses
     return copy
-
-
-def host_batch(arrays: Sequence[jax.Array], placed: ShardedBatch) -> list[torch.Tensor]:
-    """The leaves of a batch on the mesh as torch has them: JAX may hold 64 bits in 32."""
-    return [to_cpu(array).to(spec.dtype) for array, spec in zip(arrays, placed.signature.specs, strict=True)]
 
 
 def tensors_of(values: PyTree) -> list[torch.Tensor]:
