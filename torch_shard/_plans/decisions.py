@@ -183,7 +183,9 @@ def completed(
     for name, entry in entries.items():
         if (other := first.get(id(entry))) is None:
             continue
-        tied = made[other] if other == name else replace(made[other], reason=f"{made[other].reason}, as {other}")
+        tied = made[other]
+        if other != name:
+            tied = replace(tied, reason=", ".join(filter(None, (tied.reason, f"as {other}"))))
         left = tuple(axis for axis in names_of(fsdp) if axis not in axes_of(tied.spec))
         shape = entry.shape[:2] if id(entry) in kernels else entry.shape
         found[name] = _stored(tied, shape, left, mesh, last_first=id(entry) in tables) if left else tied
@@ -261,9 +263,8 @@ def plan_of(
         warn(listed(head, lines))
     rules: dict[str | re.Pattern[str], PartitionSpec] = {}
     reasons: dict[str | re.Pattern[str], str] = {}
-    for key, (spec, reason) in with_globs(
-        {n: (d.spec, d.say(entries[n])) for n, d in decisions.items()}, entries
-    ).items():
+    said = with_globs({n: (d.spec, d.say(entries[n])) for n, d in decisions.items()}, entries)
+    for key, (spec, reason) in said.items():
         rules[key], reasons[key] = spec, reason
     names = collections.Counter(map(id, entries.values()))  # a tie has several, and no pieces
     tied = {n for n, entry in entries.items() if names[id(entry)] > 1}
