@@ -75,14 +75,10 @@ class _Clock:
 class _Schedule:
     def __init__(self, hlo: Hlo, rate: float) -> None:
         self.hlo, self._rate, self._walk = hlo, rate, Walk(hlo)
-        self._seen: dict[tuple[str, frozenset[str]], _Clock] = {}
 
     def run(self, computation: str, around: frozenset[str] = frozenset()) -> _Clock:
         """Follow a computation, through which some chains pass that began before it and end behind it."""
-        if (computation, around) in self._seen:
-            return self._seen[computation, around]
-        clock = self._seen[computation, around] = _Clock(around=around)
-        instructions = self.hlo.computations[computation]
+        clock, instructions = _Clock(around=around), self.hlo.computations[computation]
         last = {chain: i for i, instr in enumerate(instructions) for chain, _ in self._travels(instr)}
         for number, instruction in enumerate(instructions):
             self._step(clock, instruction, number, last)
