@@ -63,9 +63,9 @@ EDITS = {
     "6a0829e": Edit("_cost/exposed.py", "self.run(called, clock.around.union(clock.ends))", "self.run(called)"),
     "80ff62f": Edit("_hosts/watch.py", "has_caught = peers.told and not peers.dying", "has_caught = peers.told"),
     "0e6dd21": Edit(
-        "_plans/from_dtensor.py",
-        "if given is None or (given == wanted and given.is_replicate()) else",
-        "if given is None else",
+        "_plans/dtensor_styles.py",
+        "None if has is None or (has == to and has.is_replicate()) else to",
+        "None if has is None else to",
     ),
     "98f2e70": Edit("_optim/from_torch.py", "found |= {place: own} if own else {}", "found[place] = own"),
     "079108e": Edit(

@@ -342,7 +342,7 @@ def prove(run: Run, num_steps: int = 10) -> dict[str, Difference]:
     in_torch = functools.partial(torch.optim.AdamW, lr=1e-3, betas=(0.9, 0.99), **ADAMW)
     batches = [run.batch(step) for step in range(num_steps)]
     found = compare_batches(
-        Training(run.settings.make_model(), loss_fn, batches, (optimizer, in_torch), None), run.mesh, PLAN
+        Training(run.settings.make_model(), loss_fn, batches, (optimizer, in_torch)), run.mesh, PLAN
     )
     return {kind: next(row for row in found.rows if row.kind == kind) for kind in TOLERANCES}
 

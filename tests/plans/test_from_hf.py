@@ -191,7 +191,7 @@ def test_every_registered_style_is_known():
     from transformers.distributed import expert_parallel, fsdp, tensor_parallel  # noqa: F401 they register
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
-    from torch_shard._plans.hf_styles import FSDP_STYLES, STYLES
+    from torch_shard._plans.hf_rules import FSDP_STYLES, STYLES
 
     assert set(STYLES) == set(ALL_PARALLEL_STYLES.keys())
     assert set(FSDP_STYLES) == set(fsdp.ALL_FSDP_STYLES)
@@ -225,7 +225,7 @@ def test_what_does_not_divide_is_listed_and_with_strict_refused(caplog: pytest.L
     with caplog.at_level(logging.WARNING):
         found = split(model, fsdp=None)
     assert "lm_head.weight" not in found
-    heads = "1 heads are not a multiple of model=2"
+    heads = "1 heads are not a multiple of model=2, and would be cut"
     lines = [
         "model.embed_tokens.weight (63, 32), 8.1 kB, whole: embedding_rowwise: dim 0 = 63 is not a multiple of model=2",
         f"model.layers.0.self_attn.k_proj.weight (8, 32), 1.0 kB, whole: colwise: {heads}",

@@ -37,9 +37,9 @@ class Collective:
 
 def collective_of(hlo: Hlo, instruction: Instruction, *, scatters: bool = False) -> Collective:
     """What a collective moves, by the best known way: a ring."""
-    size = _group_size(instruction)
+    size = len(next(iter(_members(group_of(instruction))), ()))  # 0 if that is not said
     share = (size - 1) / size if size else 1.0
-    given = sum(array.num_bytes for array in hlo.inputs(instruction))
+    given = sum(array.num_bytes for name in instruction.operands for array in hlo.operand(name))
     results = sum(array.num_bytes for array in instruction.results)
     kind = instruction.kind
     if kind == "all-gather":
@@ -113,7 +113,7 @@ def axes_of_group(group: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _members(group: str) -> list[list[int]]:
-    """Devices of a group, or of all; of pairs, all."""
+    """Devices of the first group, or of all; of pairs, all."""
     if found := re.search(_MESH, group):
         return [_of_mesh(*found.groups())]
     if found := re.search(r"=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", group):
@@ -141,16 +141,3 @@ def _iota(dims: str, order: str | None) -> np.ndarray:
 
 def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
-
-
-def _group_size(instruction: Instruction) -> int:
-    """How many devices take part; 0 if that is not said."""
-    text = instruction.attributes
-    if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", text):
-        return int(found.group(2))
-    if found := re.search("replica_groups=" + _MESH, text):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found.group(1)))
-        axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found.group(3))  # of a part of an axis, its own size
-        return math.prod(int(part or sizes[axis]) for axis, part in axes)
-    found = re.search(r"replica_groups=\{\{([\d,]+)\}", text)
-    return len(found.group(1).split(",")) if found else 0

@@ -55,7 +55,7 @@ class _Clock:
 
     around: frozenset[str] = frozenset()
     now: float = 0.0
-    waited: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter[str])
+    waited: dict[str, float] = dataclasses.field(default_factory=lambda: collections.defaultdict[str, float](float))
     free: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
     ends: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict[str, tuple[float, str]])
 
@@ -69,24 +69,16 @@ class _Clock:
         end, group = self.ends.pop(name, (0.0, ""))
         if (late := end - self.now) > 0:
             self.now += late
-            self.add(group, late)
-
-    def add(self, group: str, cycles: float) -> None:
-        """Count what was waited for."""
-        self.waited[group] += cycles  # pyright: ignore[reportArgumentType]
+            self.waited[group] += late
 
 
 class _Schedule:
     def __init__(self, hlo: Hlo, rate: float) -> None:
         self.hlo, self._rate, self._walk = hlo, rate, Walk(hlo)
-        self._seen: dict[tuple[str, frozenset[str]], _Clock] = {}
 
     def run(self, computation: str, around: frozenset[str] = frozenset()) -> _Clock:
         """Follow a computation, through which some chains pass that began before it and end behind it."""
-        if (computation, around) in self._seen:
-            return self._seen[computation, around]
-        clock = self._seen[computation, around] = _Clock(around=around)
-        instructions = self.hlo.computations[computation]
+        clock, instructions = _Clock(around=around), self.hlo.computations[computation]
         last = {chain: i for i, instr in enumerate(instructions) for chain, _ in self._travels(instr)}
         for number, instruction in enumerate(instructions):
             self._step(clock, instruction, number, last)
@@ -101,7 +93,7 @@ class _Schedule:
                 passed = self.run(called, clock.around.union(clock.ends))
                 clock.now += times * passed.now
                 for group, cycles in passed.waited.items():
-                    clock.add(group, times * cycles)
+                    clock.waited[group] += times * cycles
             return
         if op.endswith(_ONE_BY_ONE):
             if op.endswith("-done"):

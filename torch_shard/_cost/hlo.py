@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
 
 from torch_shard._common.expected_trips import expected_trips
 
@@ -117,14 +116,13 @@ class Hlo:
     """A program.
 
     Args:
-        text: As `jax.stages.Compiled.as_text()` gives it.
+        text: As `jax.stages.Compiled.as_text()` gives it; no two instructions have one name.
     """
 
     def __init__(self, text: str) -> None:
         self.computations: dict[str, list[Instruction]] = {}
         self.entry = ""
-        self.types: dict[str, str] = {}
-        self._made: dict[str, Instruction] = {}
+        self.made: dict[str, Instruction] = {}
         current: list[Instruction] | None = None
         for line in text.splitlines():
             if line[:1] not in (" ", "}", "") and (head := _HEAD.match(line)):
@@ -133,8 +131,7 @@ class Hlo:
             elif current is not None and (found := _INSTRUCTION.match(line)):
                 instruction = _parsed(found.group(2), found.group(3), is_root=bool(found.group(1)))
                 current.append(instruction)
-                self.types[instruction.name] = instruction.type
-                self._made[instruction.name] = instruction
+                self.made[instruction.name] = instruction
 
     def label(self, instruction: Instruction) -> str:
         """Its label, or that of what it works on where XLA has given it none, as when it combines several."""
@@ -144,7 +141,7 @@ class Hlo:
             if "jit(" in current.label:
                 return current.label
             seen.add(current.name)
-            waiting += [self._made[name] for name in current.operands if name in self._made and name not in seen]
+            waiting += [self.made[name] for name in current.operands if name in self.made and name not in seen]
         return instruction.label
 
     def called(self, instruction: Instruction) -> list[str]:
@@ -162,14 +159,9 @@ class Hlo:
             [(name, 1.0) for name in self.called(instruction)[:2]] if instruction.op in ("call", "conditional") else []
         )
 
-    def inputs(self, instruction: Instruction) -> Iterator[Array]:
-        """The arrays that an instruction works on."""
-        for name in instruction.operands:
-            yield from self.operand(name)
-
     def operand(self, name: str) -> list[Array]:
         """The arrays of the result of that name."""
-        return arrays_of(self.types.get(name, ""))
+        return self.made[name].results if name in self.made else []
 
     def trips(self, loop: Instruction) -> float:
         """How often the body of a loop runs, or is expected to."""

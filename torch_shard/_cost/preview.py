@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -108,22 +109,25 @@ class Preview(InNotebooks):
     @property
     def collective_bytes(self) -> int:
         """Bytes that one device receives from others in a step."""
-        return int(sum(module.received_bytes for module in self.modules))
+        return self._sum("received_bytes")
 
     @property
     def flops(self) -> int:
         """Of products, on one device."""
-        return int(sum(module.flops for module in self.modules))
+        return self._sum("flops")
 
     @property
     def memory_bytes(self) -> int:
         """Read from one device's memory and written to it."""
-        return int(sum(module.memory_bytes for module in self.modules))
+        return self._sum("memory_bytes")
 
     @property
     def cycles(self) -> int:
         """XLA:TPU's own estimate, without communication and kernels written in Pallas; zero on other devices."""
-        return sum(module.cycles for module in self.modules)
+        return self._sum("cycles")
+
+    def _sum(self, name: str) -> int:
+        return int(sum(getattr(module, name) for module in self.modules))
 
     @property
     def attributed(self) -> float:
@@ -251,8 +255,8 @@ class Preview(InNotebooks):
         has_cycles = bool(self.cycles)
         columns = ["module", *(["Mcycles"] if has_cycles else []), "Gflop", "memory traffic", "received", "collectives"]
         table = _table("By module, forward and backward", *columns)
-        measure = _by_cycles if has_cycles else _by_traffic
-        ordered = sorted(self.modules, key=lambda m: (measure(m), m.received_bytes), reverse=True)
+        measure = operator.attrgetter("cycles" if has_cycles else "memory_bytes", "received_bytes")
+        ordered = sorted(self.modules, key=measure, reverse=True)
         for module in ordered[:_SHOWN]:
             kinds = ", ".join(f"{number} {kind}" for kind, number in module.collectives.items())
             cycles = [f"{module.cycles / 1e6:.1f}"] if has_cycles else []
@@ -371,16 +375,7 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def _by_received(module: ModuleCost) -> float:
-    return module.received_bytes
-
-
-def _by_traffic(module: ModuleCost) -> float:
-    return module.memory_bytes
-
-
-def _by_cycles(module: ModuleCost) -> float:
-    return module.cycles
+_by_received, _by_cycles = operator.attrgetter("received_bytes"), operator.attrgetter("cycles")
 
 
 def _by_kind(kind: str) -> Callable[[ModuleCost], float]:

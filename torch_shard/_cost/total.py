@@ -4,10 +4,13 @@ Cycles are XLA:TPU's own `estimated_cycles`, without communication; a kernel wri
 """
 
 import dataclasses
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Callable, Iterator
+
+import numpy as np
 
 from torch_shard._cost.collectives import KINDS, Collective, between_slices, identity, travelling
-from torch_shard._cost.flops import flops_of
 from torch_shard._cost.hlo import Hlo, Instruction
 from torch_shard._cost.memory_traffic import Traffic
 
@@ -69,7 +72,6 @@ class Walk:
     def __init__(self, hlo: Hlo) -> None:
         self.hlo, self._traffic = hlo, Traffic(hlo)
         self._seen: set[tuple[str | None, ...]] = set()
-        self._sums: dict[tuple[str, str], float] = {}
 
     def computation(self, name: str, times: float) -> Iterator[Cost]:
         """Costs of the instructions of a computation that runs so often."""
@@ -89,7 +91,6 @@ class Walk:
                 yield self._own(instruction, times)
 
     def _own(self, instruction: Instruction, times: float) -> Cost:
-        called = self.hlo.called(instruction) if instruction.op == "fusion" else []
         cycles = self.cycles(instruction)
         largest = max(instruction.results, key=lambda array: array.num_bytes, default=None)
         return Cost(
@@ -97,30 +98,21 @@ class Walk:
             instruction.op,
             times,
             cycles=None if cycles is None else int(cycles * times),
-            flops=(flops_of(self.hlo, instruction) + sum(self._sum(name, "flops") for name in called)) * times,
+            flops=self._total(instruction, lambda inner: flops_of(self.hlo, inner)) * times,
             memory_bytes=self._traffic.of(instruction) * times,
             largest=(0.0, "") if largest is None else (largest.num_bytes, f"{largest.dtype}{list(largest.shape)}"),
         )
 
     def cycles(self, instruction: Instruction) -> int | None:
         """Of one run, by the compiler."""
-        cycles = _cycles(instruction)
-        if cycles is None and instruction.op == "fusion":
-            cycles = int(sum(self._sum(name, "cycles") for name in self.hlo.called(instruction))) or None
-        return cycles
+        return int(self._total(instruction, _cycles)) or None
 
-    def _sum(self, computation: str, what: str) -> float:
-        """Flops or cycles of all that is fused into a computation."""
-        if (computation, what) not in self._sums:
-            total = 0.0
-            for instruction in self.hlo.computations[computation]:
-                inner = self.hlo.called(instruction) if instruction.op in ("fusion", "call") else []
-                own = _cycles(instruction) if what == "cycles" else flops_of(self.hlo, instruction)
-                if what == "flops" or own is None:
-                    own = (own or 0) + sum(self._sum(name, what) for name in inner)
-                total += own
-            self._sums[computation, what] = total
-        return self._sums[computation, what]
+    def _total(self, instruction: Instruction, own: Callable[[Instruction], float | None]) -> float:
+        """Of an instruction that has none of its own, what all have that are fused into it."""
+        if (found := own(instruction)) is not None:
+            return found
+        called = self.hlo.called(instruction) if instruction.op in ("fusion", "call") else []
+        return sum(self._total(inner, own) for name in called for inner in self.hlo.computations[name])
 
     def _collectives(self, instruction: Instruction, times: float) -> Iterator[Cost]:
         for inner, moved in travelling(self.hlo, instruction):
@@ -134,3 +126,43 @@ class Walk:
 def _cycles(instruction: Instruction) -> int | None:
     found = instruction.find(r'"estimated_cycles":"(\d+)"')
     return int(found) if found is not None and int(found) < _OVERFLOW else None
+
+
+def flops_of(hlo: Hlo, instruction: Instruction) -> float | None:
+    """Multiplications and additions of a product; None for what is none."""
+    if instruction.op == "dot":
+        return _dot(hlo, instruction)
+    return _convolution(hlo, instruction) if instruction.op == "convolution" else None
+
+
+def _dot(hlo: Hlo, dot: Instruction) -> float:
+    left = hlo.operand(dot.operands[0])[0].shape
+    dims = dot.find(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
+    return 2.0 * math.prod(dot.results[0].shape) * math.prod(left[int(dim)] for dim in dims.split(",") if dim)
+
+
+def _convolution(hlo: Hlo, instruction: Instruction) -> float:
+    """Taps that meet padding or the holes of a dilated input do not count."""
+    labels = re.search(r"dim_labels=([\w?]+)_([\w?]+)->([\w?]+)", instruction.attributes)
+    if labels is None:
+        return 0.0
+    left_dims, right_dims, out_dims = labels.groups()
+    left, right = (hlo.operand(name)[0].shape for name in instruction.operands[:2])
+    out = instruction.results[0].shape
+    given = dict(pair.split("=", 1) for pair in (instruction.find(r"window=\{([^}]*)\}") or "").split())
+    total = 2.0 * math.prod(out[out_dims.index(dim)] for dim in "bf") * right[right_dims.index("i")]
+    for at, dim in enumerate(dim for dim in out_dims if dim.isdigit()):
+        total *= _taps(given, at, left[left_dims.index(dim)], out[out_dims.index(dim)])
+    return total
+
+
+def _taps(window: dict[str, str], at: int, num_in: int, num_out: int) -> int:
+    """How many pairs of an output and an input meet along one dim of the window."""
+
+    def setting(name: str, default: int) -> int:
+        return int(window[name].split("x")[at]) if name in window else default
+
+    low = int(window["pad"].split("x")[at].split("_")[0]) if "pad" in window else 0
+    taps, spread = np.arange(setting("size", 1)) * setting("rhs_dilate", 1) - low, setting("lhs_dilate", 1)
+    places = np.add.outer(np.arange(num_out) * setting("stride", 1), taps)
+    return int(np.sum((places >= 0) & (places <= (num_in - 1) * spread) & (places % spread == 0)))

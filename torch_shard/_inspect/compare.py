@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-import jax
 import optax
 import torch
 from jax.sharding import Mesh, PartitionSpec
@@ -14,8 +13,8 @@ from torch_shard._common.caller import public
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_count
 from torch_shard._inspect.training import Training, check_optimizers
-from torch_shard._sharding import LossFn, ShardingPlan, check_mesh, describe_mesh, make_mesh
-from torch_shard._train import ROUNDING, Comparison, differences, told_apart
+from torch_shard._sharding import LossFn, ShardingPlan, check_mesh
+from torch_shard._train import ROUNDING, Comparison, compared, differences, losses_in, told_apart
 
 
 @public
@@ -66,32 +65,17 @@ def compare_with_torch(
     check_count("steps", steps)
     default = optax.sgd(1e-2), functools.partial(torch.optim.SGD, lr=1e-2)
     optimizers = check_optimizers(optimizer, torch_optimizer, default)
-    training = Training(model, loss_fn, [batch] * steps, optimizers, compute_dtype)
-    return compare_batches(training, mesh, plan, batch_spec)
+    training = Training(model, loss_fn, [batch] * steps, optimizers, compute_dtype, batch_spec)
+    return compare_batches(training, mesh, plan)
 
 
-def compare_batches(
-    training: Training, mesh: Mesh, plan: ShardingPlan, batch_spec: PartitionSpec | None = None
-) -> Comparison:
+def compare_batches(training: Training, mesh: Mesh, plan: ShardingPlan) -> Comparison:
     """Do as `compare_with_torch` does, with a batch for each step."""
-    run, alone = training.on(mesh, plan, batch_spec), training.on(_one_of(mesh), plan, batch_spec)
-    random = run.step.draws_random
-    reference = alone.values if random else run.in_torch()
-    rows = differences(reference, None if random else alone.values, run.values)
+    run = training.on(mesh, plan)
+    name, reference = run.reference()
+    is_random = run.step.draws_random
+    rows = differences(reference, None if is_random else run.alone(), run.values)
     tolerance = ROUNDING.get(training.dtype, 1e-4)
-    if not random and training.dtype == torch.float32:
-        again = lambda wide: compare_batches(wide, mesh, plan, batch_spec).rows  # noqa: E731
-        rows = told_apart(rows, tolerance, run.in_float64, again)
-    return Comparison(
-        rows=tuple(sorted(rows, key=lambda row: -row.worst)),
-        reference="one device" if random else "eager torch",
-        mesh=f"mesh {describe_mesh(mesh)}",
-        tolerance=tolerance,
-        losses=tuple(float(values["loss", "loss"]) for values in reference),
-    )
-
-
-def _one_of(mesh: Mesh) -> Mesh:
-    """One device of this process, as a mesh of the same axes."""
-    mine = next((d for d in mesh.devices.flat if d.process_index == jax.process_index()), mesh.devices.flat[0])
-    return make_mesh(devices=[mine], topology=None, **dict.fromkeys(mesh.axis_names, 1))
+    if not is_random and training.dtype == torch.float32:
+        rows = told_apart(rows, tolerance, run.in_float64, lambda wide: compare_batches(wide, mesh, plan).rows)
+    return compared(rows, name, mesh, tolerance, losses_in(reference))

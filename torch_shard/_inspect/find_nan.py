@@ -8,17 +8,21 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
 import jax
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from torch_shard._common.caller import public
+from torch_shard._common.files import replacing
 from torch_shard._common.printed import aligned
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._inspect.origins import ModuleValue, Origin, Origins
-from torch_shard._loss import array_paths
+from torch_shard._loss import array_paths, flatten_batch
 from torch_shard._state import TrainState, as_arrays, check_state, global_norm
 from torch_shard._train import Replay, ShardedBatch, TrainStep, array_of, tensors_of
 
@@ -186,16 +190,15 @@ def replay(step: TrainStep, state: TrainState, placed: ShardedBatch) -> NanRepor
 
 def _replay(run: Replay) -> NanReport:
     losses = list[float]()
-    for number, part in enumerate(run):
-        paths = array_paths(part.batch)
-        look = Origins(run.model, dict(zip(paths, tensors_of(part.batch), strict=False)))
+    for number, batch in enumerate(run):
+        look = Origins(run.model, dict(zip(array_paths(batch), tensors_of(batch), strict=False)))
         with look.active():
-            loss, _ = part.forward()
+            loss, _ = run.forward(batch)
         losses.append(float(loss.detach()))
         origin = look.of(loss) or next(filter(None, map(look.of, run.model.buffers())), None)
         if origin is None or math.isfinite(losses[-1]):
             with look.active(forward=False):
-                part.backward(loss)
+                run.backward(loss)
             origin = look.of_gradients() or origin
         if origin is not None:
             place = {"number": number, "num": len(run), "loss": losses[-1]}
@@ -207,15 +210,13 @@ def _replay(run: Replay) -> NanReport:
 def _report(look: Origins, origin: Origin, *, number: int, num: int, loss: float) -> NanReport:
     root = origin.root
     place: Place = {"call": "forward", "gradient": "backward", "asked": "forward"}.get(root.kind, root.kind)  # pyright: ignore
-    is_backward = place == "backward"
-    before = look.backward if is_backward else look.forward
+    before = (look.backward if place == "backward" else look.forward)[: root.order]
     notes = [] if root.kind != "asked" else ["The code writes this infinity, and nothing takes it away again."]
     if root is not origin:
         notes.append(f"The first {origin.value} is a result of {origin.name} in {origin.module} ({origin.line}).")
     elif origin.cause is not None:
         made = "the code itself" if origin.cause.kind == "asked" else f"{origin.cause.kind} {origin.cause.name}"
         notes.append(f"The operator was given {origin.cause.value} by {made}.")
-    ended = [value for order, value in before if order < root.order]
     return NanReport(
         place=place,
         module=root.module,
@@ -225,7 +226,7 @@ def _report(look: Origins, origin: Origin, *, number: int, num: int, loss: float
         given=root.given,
         microbatch=number,
         num_microbatches=num,
-        before=tuple(ended[-NUM_MODULES:]),
+        before=tuple(before[-NUM_MODULES:]),
         loss=loss,
         eager_loss=loss,
         notes=tuple(notes),
@@ -271,3 +272,38 @@ def _after_gradients(step: TrainStep, state: TrainState, out: Mapping[str, PyTre
 
 def _is_finite(value: jax.Array) -> bool:
     return bool(np.isfinite(array_of(value).astype(np.complex128)).all())
+
+
+BAD_BATCH = "bad_batch.safetensors"
+
+
+def save_bad_batch(step: TrainStep, placed: ShardedBatch, directory: Path) -> Path:
+    """Write the whole batch, its leaves by their places in it; every process must call this, and the first writes."""
+    leaves, path = step.gradient_step.on_host(placed), directory / BAD_BATCH
+    if jax.process_index() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as partial:
+            named = zip(placed.signature.paths, leaves, strict=True)
+            save_file({name: leaf.contiguous() for name, leaf in named}, partial)
+    return path
+
+
+def read_bad_batch(directory: Path, like: PyTree) -> PyTree:
+    """The batch of a bad step.
+
+    Args:
+        directory: Where `fit(on_bad_step="explain")` has kept it.
+        like: A batch of the same structure.
+    """
+    path = directory / BAD_BATCH
+    if not path.is_file():
+        raise FileNotFoundError(f"{directory} has no {BAD_BATCH}: fit(on_bad_step='explain') writes it.")
+    try:
+        leaves = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    paths = array_paths(like)
+    if sorted(paths) != sorted(leaves):
+        raise ValueError(f"the batch has {', '.join(leaves)}, and that of the step {', '.join(paths)}")
+    _, signature = flatten_batch(like)
+    return signature.rebuild([leaves[path] for path in paths])

@@ -162,25 +162,19 @@ def describe_names(ties: Iterable[tuple[str, ...]]) -> list[str]:
 
 def _fold(names: Iterable[str]) -> list[str]:
     """Merge names that differ in one component, and again what came of it, until nothing is left to merge."""
-    folded: list[tuple[tuple[str, ...], ...]] = [tuple((part,) for part in name.split(".")) for name in names]
-    for position in reversed(range(max(map(len, folded), default=0))):
-        merged: dict[object, list[tuple[tuple[str, ...], ...]]] = {}
+    folded: list[tuple[str, ...]] = [tuple(name.split(".")) for name in names]
+    for at in reversed(range(max(map(len, folded), default=0))):
+        alike: dict[tuple[str | None, ...], list[str]] = {}
         for name in folded:
             # A name of one component is said whole: {tokens,head} reads worse than two names.
-            rest = (name[:position], name[position + 1 :]) if 1 < len(name) > position else name
-            merged.setdefault(rest, []).append(name)
-        folded = [_merge(group, position) for group in merged.values()]
-    return [".".join(map(_brace, name)) for name in folded]
+            merges = 1 < len(name) > at
+            rest = (*name[:at], None, *name[at + 1 :]) if merges else name
+            alike.setdefault(rest, []).append(name[at] if merges else "")
+        folded = [tuple(part or _brace(options) for part in rest) for rest, options in alike.items()]
+    return [".".join(name) for name in folded]
 
 
-def _merge(group: list[tuple[tuple[str, ...], ...]], position: int) -> tuple[tuple[str, ...], ...]:
-    if len(group) == 1:
-        return group[0]
-    options = tuple(option for name in group for option in name[position])
-    return (*group[0][:position], options, *group[0][position + 1 :])
-
-
-def _brace(options: tuple[str, ...]) -> str:
+def _brace(options: list[str]) -> str:
     if len(options) == 1:
         return options[0]
     numbers = [int(option) for option in options if option.isdecimal()]

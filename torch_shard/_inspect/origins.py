@@ -35,7 +35,7 @@ class Origin:
         module: In which the call is.
         line: Of the user's code.
         given: What the call was given, for people.
-        order: Of calls and modules in one microbatch.
+        order: How many modules had ended before, or how many gradients of modules were there.
         cause: The origin of the infinity of which this made NaN.
     """
 
@@ -87,12 +87,11 @@ class Origins(TorchFunctionMode):
         self._places: dict[Any, Origin] = {}
         self._bad: dict[Any, tuple[Origin, bool]] = {}
         """Nodes of autograd that gave a gradient that is not finite, in order; and whether what arrived was finite."""
-        self._order, self._is_forward = 0, True
-        self._params = dict(model.named_parameters())
-        self._buffers = {id(buffer): buffer for buffer in model.buffers()}
-        self.forward: list[tuple[int, ModuleValue]] = []
+        self._is_forward = True
+        self._params, self._buffers = dict(model.named_parameters()), set(map(id, model.buffers()))
+        self.forward: list[ModuleValue] = []
         """What modules returned, in the order in which they ended."""
-        self.backward: list[tuple[int, ModuleValue]] = []
+        self.backward: list[ModuleValue] = []
         """Their gradients, in the order in which they came."""
         for kind, held in (("parameter", self._params), ("buffer", dict(model.named_buffers())), ("batch", batch)):
             for name, tensor in held.items():
@@ -115,7 +114,7 @@ class Origins(TorchFunctionMode):
         if known is None:
             node = tensor.grad_fn
             kind, name = ("constant", "a tensor that no call made") if node is None else ("call", node.name())
-            known = self._origins[tensor] = Origin(kind, name, value, *self._place(), order=self._order)
+            known = self._origins[tensor] = Origin(kind, name, value, *self._place(), order=len(self.forward))
         return known
 
     def of_gradients(self) -> Origin | None:
@@ -145,13 +144,13 @@ class Origins(TorchFunctionMode):
         for tensor in given:
             self._watch(tensor.grad_fn, None)
         origins = [(tensor, self.of(tensor)) for tensor in given]
-        versions = [_version(tensor) for tensor in given]
         out = func(*args, **kwargs)
-        self._order += 1
-        pairs = zip(given, versions, strict=True)  # batch_norm writes to buffers, and says so to nobody
-        written = [t for t, version in pairs if id(t) in self._buffers or _version(t) != version]
-        bad = [origin for tensor, origin in origins if origin is not None]
-        call = functools.partial(self._call, name, [t for t in given if all(t is not w for w in written)])
+        written = [tensor for tensor, origin in origins if _what(tensor) != (origin and origin.value)]
+        bad = [origin for _, origin in origins if origin is not None]
+        changed = {*self._buffers, *map(id, written)}  # batch_norm writes to buffers, and says so to nobody
+        call = functools.partial(self._call, name, [tensor for tensor in given if id(tensor) not in changed])
+        for tensor in given:
+            self._watch(tensor.grad_fn, call)
         for tensor in (*tensors_of(out), *written):
             self._note(tensor, bad, (args, kwargs), call)
         return out
@@ -176,7 +175,7 @@ class Origins(TorchFunctionMode):
 
     def _call(self, name: str, given: list[torch.Tensor], value: str, cause: Origin | None) -> Origin:
         shown = tuple(map(_describe, given))
-        return Origin("call", name, value, *self._place(), given=shown, order=self._order, cause=cause)
+        return Origin("call", name, value, *self._place(), given=shown, order=len(self.forward), cause=cause)
 
     def _place(self) -> tuple[str, str]:
         return self._modules.current, current_user_line()
@@ -203,26 +202,24 @@ class Origins(TorchFunctionMode):
     def _look(self, node: Any, grads: PyTree, cotangents: PyTree) -> None:
         values = [value for grad in tensors_of(grads) if (value := _what(grad)) is not None]
         if not values or node in self._bad:
-            self._order += 1
             return
         was_finite = all(_what(cotangent) is None for cotangent in tensors_of(cotangents))
         saved = [(n.removeprefix("_saved_"), getattr(node, n, None)) for n in dir(node) if n.startswith("_saved_")]
         given = [f"the gradient that arrives: {_describe(t)}" for t in tensors_of(cotangents)]
         given += [f"{name}: {_describe(t)}" for name, t in saved if isinstance(t, torch.Tensor) and t.ndim]
         value = "NaN" if "NaN" in values else values[0]
-        origin = dataclasses.replace(self._places[node], value=value, given=tuple(given), order=self._order)
+        origin = dataclasses.replace(self._places[node], value=value, given=tuple(given), order=len(self.backward))
         if not was_finite:
             origin.given = (*origin.given, "what arrives is a sum of gradients, or a hook has changed it")
         self._bad[node] = origin, was_finite
-        self._order += 1
 
     def _left(self, name: str, kind: str, outputs: list[torch.Tensor]) -> None:
         if not self._is_forward or not outputs:
             return
-        self.forward.append((self._order, _value_of(name, kind, outputs)))
+        self.forward.append(_value_of(name, kind, outputs))
 
         def arrived(grad: torch.Tensor) -> None:
-            self.backward.append((self._order, _value_of(name, kind, [grad])))
+            self.backward.append(_value_of(name, kind, [grad]))
 
         for tensor in outputs:
             if tensor.requires_grad:
@@ -269,7 +266,3 @@ def _what(tensor: torch.Tensor) -> str | None:
     if bool(numbers.isnan().any()):
         return "NaN"
     return "infinity" if numbers.is_complex() or bool((numbers == math.inf).any()) else "minus infinity"
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

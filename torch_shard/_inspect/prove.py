@@ -17,13 +17,14 @@ from torch_shard._common.dtypes import has_x64
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_count
 from torch_shard._common.wrappers import check_module
-from torch_shard._inspect.layouts import Layout, Recipe, layouts_of
+from torch_shard._inspect.layouts import MICROBATCHES, Layout, Recipe, layouts_of
 from torch_shard._inspect.proofs import Proof, Proofs
 from torch_shard._inspect.training import Run, Training, check_optimizers
 from torch_shard._loss import check_loss_fn
 from torch_shard._optim import adamw
-from torch_shard._sharding import LossFn, ShardingPlan, describe_mesh, make_mesh
-from torch_shard._train import ROUNDING, Comparison, Replay, Values, differences, repeated_in_float64
+from torch_shard._plans import quietly
+from torch_shard._sharding import LossFn, ShardingPlan, describe_mesh
+from torch_shard._train import ROUNDING, Replay, Values, compared, differences, losses_in, repeated_in_float64
 
 EXACT = {torch.float32: 1e-5, torch.float64: 1e-10}
 """Of the largest entry: sums of some thousand terms in another order, through some layers and steps."""
@@ -113,74 +114,53 @@ def prove(
         )
     default = adamw(**_ADAMW), functools.partial(torch.optim.AdamW, **_ADAMW)
     optimizers = check_optimizers(optimizer, torch_optimizer, default)
-    training = Training(model, loss_fn, [batch] * steps, optimizers, compute_dtype)
-    layouts = layouts_of(plans, meshes, batch_spec)
+    training = Training(model, loss_fn, [batch] * steps, optimizers, compute_dtype, batch_spec)
+    layouts, is_usual = layouts_of(plans, meshes), plans is None
     with jax.enable_x64(training.dtype == torch.float64 or has_x64()):
-        runs = _runs(training, layouts)
-        rows = _rows(layouts, runs)
-    is_random = any(run.step.draws_random for run in runs if isinstance(run, Run))
+        rows, run = _rows(training, layouts, is_usual=is_usual)
     again = [at for at, row in enumerate(rows) if not row.holds and not row.refused]
-    if again and not is_random and training.dtype == torch.float32:
-        wide = next(run for run in runs if isinstance(run, Run)).in_float64
+    if again and not run.step.draws_random and training.dtype == torch.float32:
         chosen = [layouts[at] for at in again]
-        exact = repeated_in_float64(wide, lambda wide: _rows(chosen, _runs(wide, chosen)))
+        exact = repeated_in_float64(run.in_float64, lambda wide: _rows(wide, chosen, is_usual=is_usual)[0])
         for at, row in zip(again, exact or (), strict=False):
             rows[at] = row
-    return Proofs(tuple(rows), "one device" if is_random else "eager torch", steps)
+    reference = next(row.compared.reference for row in rows if row.compared is not None)
+    return Proofs(tuple(rows), reference, steps)
 
 
-def _runs(training: Training, layouts: Sequence[Layout]) -> list[Run | Exception]:
-    """Train under each layout, or say why it does not fit."""
-    runs = list[Run | Exception]()
-    for layout in layouts:
+def _rows(training: Training, layouts: Sequence[Layout], *, is_usual: bool) -> tuple[list[Proof], Run]:
+    """Train under each layout, for a row of the table or to say why it does not fit; and one of these runs."""
+    rows, runs, errors = list[Proof](), list[Run](), list[Exception]()
+    known: dict[int, tuple[str, list[Values], float, str]] = {}  # the reference, by the number of microbatches
+    for label, mesh, plan in layouts:
+        about = describe_mesh(mesh)
         try:
-            plan = layout.plan_for(training.model)
-            runs.append(training.on(layout.mesh, plan, layout.batch_spec, layout.accumulate_steps))
+            with quietly():
+                made = plan if isinstance(plan, ShardingPlan) else plan(training.model, mesh)
+            parts = MICROBATCHES if made.pipeline else 1
+            run = training.on(mesh, made, parts)
         except (ValueError, NotImplementedError) as error:
-            runs.append(error)
-    errors = [run for run in runs if isinstance(run, Exception)]
-    if len(errors) == len(runs):
-        raise errors[0]
-    return runs
-
-
-def _rows(layouts: Sequence[Layout], runs: Sequence[Run | Exception]) -> list[Proof]:
-    """A row of the table for each layout, beside eager torch, or beside one device where random numbers are drawn."""
-    fitting = [run for run in runs if isinstance(run, Run)]
-    is_random = any(run.step.draws_random for run in fitting)
-    tolerance, label = _limits(fitting[0])
-    references, rows = dict[int, list[Values]](), list[Proof]()
-    for layout, run in zip(layouts, runs, strict=True):
-        mesh, parts = describe_mesh(layout.mesh), layout.accumulate_steps
-        if isinstance(run, Exception):
-            said = " ".join(str(run).split())
-            rows.append(Proof(layout.name, mesh, "", None, said, need_not_fit=layout.is_usual))
+            errors.append(error)
+            rows.append(Proof(label, about, "", None, " ".join(str(error).split()), need_not_fit=is_usual))
             continue
-        if parts not in references:
-            references[parts] = _alone(run.training, parts) if is_random else run.in_torch()
-        found = sorted(differences(references[parts], None, run.values), key=lambda row: -row.worst)
-        losses = tuple(float(values["loss", "loss"]) for values in references[parts])
-        against = "one device" if is_random else "eager torch"
-        rows.append(
-            Proof(layout.name, mesh, label, Comparison(tuple(found), against, f"mesh {mesh}", tolerance, losses))
-        )
-    return rows
-
-
-def _alone(training: Training, accumulate_steps: int) -> list[Values]:
-    """The training on one device."""
-    mesh = make_mesh(jax.local_devices()[:1], topology=None, batch=1)
-    return training.on(mesh, ShardingPlan({}, default=PartitionSpec()), PartitionSpec(), accumulate_steps).values
+        if parts not in known:
+            known[parts] = *run.reference(), *_limits(run)
+            runs.append(run)
+        name, reference, tolerance, dtype = known[parts]
+        found = compared(differences(reference, None, run.values), name, mesh, tolerance, losses_in(reference))
+        rows.append(Proof(label, about, dtype, found))
+    if len(errors) == len(layouts):
+        raise errors[0]
+    return rows, runs[0]
 
 
 def _limits(run: Run) -> tuple[float, str]:
     """How far values may be apart, of the largest entry, and in what they were computed, in words."""
     dtype = run.training.dtype
     if dtype == torch.float64:
-        state = run.step.init()
-        part = next(iter(Replay(run.step, state, run.step.put(run.training.batches[0]))))
+        replay = Replay(run.step, run.step.init(), run.step.put(run.training.batches[0]))
         with _Narrow() as found, torch.no_grad():
-            part.forward()
+            replay.forward(next(iter(replay)))
         if found.is_narrow:
             return EXACT[torch.float32], "float64, in part float32"
     return EXACT.get(dtype, ROUNDING.get(dtype, 1e-4)), str(dtype).removeprefix("torch.")

@@ -66,15 +66,6 @@ def _of_hub(models: Hub, name: str) -> torch.nn.Module:
     return getattr(transformers, f"{family}ForCausalLM")(config(**fields))
 
 
-def _example(name: str, mesh: Mesh, remat: Remat | int | None) -> tuple[Step, PyTree]:
-    """A training step of a large model with AdamW in bfloat16, and the shapes of a batch."""
-    with torch.device("meta"):
-        model = _of_hub(EXAMPLES, name)
-    options: dict[str, Any] = {"remat": remat or "block", "compute_dtype": torch.bfloat16}
-    step = make_train_step(model, _next_token, optax.adamw(3e-4), mesh=mesh, plan=fsdp_tp(model, mesh), **options)
-    return step, torch.empty(ROWS * mesh.shape["batch"], LENGTH, dtype=torch.int64, device="meta")
-
-
 def _next_token(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     logits = model(input_ids=ids, use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
@@ -104,16 +95,18 @@ def find_step(target: str, mesh: Mesh, remat: Remat | int | None = None) -> tupl
         mesh: The devices.
         remat: What the backward pass computes again, where the target is no function; None for its default.
     """
+    how: dict[str, Any] = {"remat": remat or "none"}
     if target in EXAMPLES:
-        return _example(target, mesh, remat)
-    if target.endswith(".py"):
-        return _of_file(Path(target), mesh, remat)
-    module, _, name = target.partition(":")
-    if not name:
-        raise ValueError(
-            f"{target} is neither a Python file, nor module:function, nor an example ({', '.join(EXAMPLES)})."
-        )
-    return _of_function(module, name, mesh)
+        with torch.device("meta"):
+            model, batch = _of_hub(EXAMPLES, target), torch.empty(ROWS * mesh.shape["batch"], LENGTH, dtype=torch.int64)
+        loss_fn, plan, optimizer = _next_token, fsdp_tp(model, mesh), optax.adamw(3e-4)
+        how = {"remat": remat or "block", "compute_dtype": torch.bfloat16}
+    elif target.endswith(".py"):
+        found = read_file(Path(target), NEEDED)
+        model, loss_fn, batch, plan, optimizer = (found[name] for name in NEEDED)
+    else:
+        return _of_function(target, mesh)
+    return make_train_step(model, loss_fn, optimizer, mesh=mesh, plan=plan, **how), batch
 
 
 def read_file(path: Path, needed: Sequence[str]) -> Mapping[str, Any]:
@@ -140,13 +133,12 @@ def find_proved(target: str) -> tuple[torch.nn.Module, LossFn, PyTree]:
     return found["model"], found["loss_fn"], found["batch"]
 
 
-def _of_file(path: Path, mesh: Mesh, remat: Remat | int | None) -> tuple[Step, PyTree]:
-    found = read_file(path, NEEDED)
-    model, loss_fn, batch, plan, optimizer = (found[name] for name in NEEDED)
-    return make_train_step(model, loss_fn, optimizer, mesh=mesh, plan=plan, remat=remat or "none"), batch
-
-
-def _of_function(module: str, name: str, mesh: Mesh) -> tuple[Step, PyTree]:
+def _of_function(target: str, mesh: Mesh) -> tuple[Step, PyTree]:
+    module, _, name = target.partition(":")
+    if not name:
+        raise ValueError(
+            f"{target} is neither a Python file, nor module:function, nor an example ({', '.join(EXAMPLES)})."
+        )
     sys.path.insert(0, os.getcwd())
     try:
         found: Callable[..., Any] | None = getattr(importlib.import_module(module), name, None)

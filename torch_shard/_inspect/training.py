@@ -14,7 +14,7 @@ from torch_shard._common.caller import caller
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call
 from torch_shard._optim import check_optimizer
-from torch_shard._sharding import LossFn, ShardingPlan
+from torch_shard._sharding import LossFn, ShardingPlan, make_mesh
 from torch_shard._state import TrainState
 from torch_shard._train import (
     Replay,
@@ -34,28 +34,26 @@ Optimizers = tuple[optax.GradientTransformation, Callable[..., torch.optim.Optim
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What is trained, everywhere alike: a batch for each step, and `compute_dtype` as `make_train_step` takes it."""
+    """What is trained, everywhere alike: a batch for each step, the others as `make_train_step` takes them."""
 
     model: torch.nn.Module
     loss_fn: LossFn
     batches: Sequence[PyTree]
     optimizers: Optimizers
-    compute_dtype: torch.dtype | None
+    compute_dtype: torch.dtype | None = None
+    batch_spec: PartitionSpec | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """The one that rounds most."""
         return precision_of(self.model, self.compute_dtype)
 
-    def on(
-        self, mesh: Mesh, plan: ShardingPlan, batch_spec: PartitionSpec | None = None, accumulate_steps: int = 1
-    ) -> "Run":
+    def on(self, mesh: Mesh, plan: ShardingPlan, accumulate_steps: int = 1) -> "Run":
         """Train by a step on a mesh, or on one device."""
-        options: dict[str, Any] = {"batch_spec": batch_spec, "accumulate_steps": accumulate_steps}
+        how: dict[str, Any] = {"batch_spec": self.batch_spec, "compute_dtype": self.compute_dtype}
         optimizer = _keeping_gradients(self.optimizers[0])
-        step = make_train_step(
-            self.model, self.loss_fn, optimizer, mesh=mesh, plan=plan, compute_dtype=self.compute_dtype, **options
-        )
+        how |= {"mesh": mesh, "plan": plan, "accumulate_steps": accumulate_steps}
+        step = make_train_step(self.model, self.loss_fn, optimizer, **how)
         state, found = step.init(), list[Values]()
         # Accelerators round products of float32 by default, torch does not; metric objects count a run's own steps.
         with jax.default_matmul_precision("highest"), MetricCalls().noted():
@@ -83,11 +81,22 @@ class Run:
         optimizer = self.training.optimizers[1]([p for p in model.parameters() if p.requires_grad])
         for batch in self.training.batches:
             optimizer.zero_grad()
-            numbers = Replay(self.step, state, self.step.put(batch), model=model).run(state.params)
+            replay = Replay(self.step, state, self.step.put(batch), model=model)
+            numbers = replay.run(state.params)
             optimizer.step()
-            held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-            found.append(numbers | _held(state, {name: held[name] for name in state.tensors}))
+            found.append(numbers | _held(state, replay.held(state.tensors)))
         return found
+
+    def alone(self) -> list[Values]:
+        """The same on one device of this process, which holds all of it."""
+        device = next(d for d in self.step.mesh.devices.flat if d.process_index == jax.process_index())
+        mesh, plan = make_mesh([device], topology=None, batch=1), ShardingPlan({}, default=PartitionSpec())
+        whole = dataclasses.replace(self.training, batch_spec=PartitionSpec())
+        return whole.on(mesh, plan, self.step.options.accumulate_steps).values
+
+    def reference(self) -> tuple[str, list[Values]]:
+        """What it is compared with, and its name: torch's random numbers are others than JAX's."""
+        return ("one device", self.alone()) if self.step.draws_random else ("eager torch", self.in_torch())
 
     def in_float64(self) -> Training:
         """The training with a copy of the model and the batches in float64, for where 64 bits are enabled."""

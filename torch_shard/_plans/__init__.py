@@ -6,8 +6,7 @@ from torch_shard._plans.from_dtensor import from_dtensor
 from torch_shard._plans.from_hf import from_hf
 from torch_shard._plans.from_logical import from_logical
 from torch_shard._plans.layers import experts_of, layers_of
-from torch_shard._plans.pipeline import pipeline
-from torch_shard._plans.recipes import expert, fsdp, fsdp_tp, hsdp, replicated, tp
+from torch_shard._plans.recipes import expert, fsdp, fsdp_tp, hsdp, pipeline, replicated, tp
 
 __all__ = [
     "expert",

@@ -9,8 +9,8 @@ import contextvars
 import logging
 import math
 import re
-from collections.abc import Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Generator, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 import torch
@@ -19,7 +19,17 @@ from rich.filesize import decimal
 from torch.nn.parameter import is_lazy
 
 from torch_shard._common.caller import caller
-from torch_shard._sharding import Context, Padded, Pieces, ShardingPlan, describe_mesh, describe_spec, make_matcher
+from torch_shard._plans.layers import LORA, is_table, kernels_of, product_of
+from torch_shard._sharding import (
+    Context,
+    Padded,
+    Pieces,
+    ShardingPlan,
+    axes_of,
+    describe_mesh,
+    describe_spec,
+    make_matcher,
+)
 
 T = TypeVar("T")
 
@@ -29,6 +39,12 @@ _QUIET: contextvars.ContextVar[bool] = contextvars.ContextVar("quiet", default=F
 
 Axes = str | tuple[str, ...]
 """One axis of a mesh, or several that split as one."""
+
+SMALL = 2**16
+"""Elements. A vector with fewer stays whole: its bytes are nothing, and a gather costs as long as a message takes."""
+
+_FACTOR = re.compile(r"(.*)\.lora_(?:embedding_)?([ABab])(?:\..*)?")
+"""Names of the two matrices of a LoRA adapter: where it is, and which of them."""
 
 
 @dataclass(frozen=True)
@@ -85,27 +101,41 @@ def entries_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return entries
 
 
-def names_of(axes: Axes) -> tuple[str, ...]:
+def names_of(axes: Axes | None) -> tuple[str, ...]:
     """Axes one by one."""
-    return (axes,) if isinstance(axes, str) else tuple(axes)
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
-def size_of(axes: Axes, mesh: Mesh) -> int:
+def size_of(axes: Axes | None, mesh: Mesh) -> int:
     """Into how many shards they split."""
     return math.prod(mesh.shape[axis] for axis in names_of(axes))
 
 
-def with_sizes(axes: Axes, mesh: Mesh) -> str:
+def with_sizes(axes: Axes | None, mesh: Mesh) -> str:
     """Axes and their sizes, for what is said."""
     return " x ".join(f"{name}={mesh.shape[name]}" for name in names_of(axes))
 
 
-def find_uneven(entry: torch.Tensor, dim: int, axes: Axes, mesh: Mesh, *, pieces: int = 1) -> str:
-    """Say that a dim, or each of its pieces, does not divide over these axes; empty if it does."""
-    if entry.shape[dim] % (size_of(axes, mesh) * pieces) == 0:
-        return ""
-    packed = f" of {pieces} pieces" if pieces > 1 else ""
-    return f"dim {dim} = {entry.shape[dim]}{packed} is not a multiple of {with_sizes(axes, mesh)}"
+def find_uneven(
+    entry: torch.Tensor, dim: int, axes: Axes | None, mesh: Mesh, *, pieces: int = 1, heads: int = 0
+) -> str:
+    """Say that a dim, each of its pieces, or the heads in one do not divide over these axes; empty if they do."""
+    if entry.shape[dim] % (size_of(axes, mesh) * pieces):
+        packed = f" of {pieces} pieces" if pieces > 1 else ""
+        return f"dim {dim} = {entry.shape[dim]}{packed} is not a multiple of {with_sizes(axes, mesh)}"
+    if heads % size_of(axes, mesh):
+        return f"{heads} heads are not a multiple of {with_sizes(axes, mesh)}, and would be cut"
+    return ""
+
+
+def listed(head: str, lines: Iterable[str]) -> str:
+    """What is wrong, line by line below what was called."""
+    return "\n".join([f"{caller()}: {head}", "", *(f"  {line}" for line in lines)])
+
+
+def along(dim: int, ndim: int, axes: Axes) -> PartitionSpec:
+    """The spec that splits one dim."""
+    return PartitionSpec(*(axes if at == dim else None for at in range(ndim)))
 
 
 def check_axes(mesh: Mesh, **given: Axes | None) -> None:
@@ -114,7 +144,7 @@ def check_axes(mesh: Mesh, **given: Axes | None) -> None:
         parts = cast(tuple[object, ...], axes) if isinstance(axes, tuple) else (axes,)
         if axes is not None and not all(isinstance(part, str) for part in parts):
             raise TypeError(f"{caller()}: {argument} must be the name of an axis, or a tuple of some, got {axes!r}.")
-    asked = [(argument, axis) for argument, axes in given.items() if axes is not None for axis in names_of(axes)]
+    asked = [(argument, axis) for argument, axes in given.items() for axis in names_of(axes)]
     faults = [f'{argument}="{axis}" names no axis of it.' for argument, axis in asked if axis not in mesh.shape]
     axes = [axis for _, axis in asked]
     faults += [f'axis "{axis}" is given twice.' for axis in dict.fromkeys(axes) if axes.count(axis) > 1]
@@ -125,18 +155,83 @@ def check_axes(mesh: Mesh, **given: Axes | None) -> None:
         )
 
 
-def add_axis(
-    spec: PartitionSpec, shape: Sequence[int], axes: Axes, mesh: Mesh, *, last_first: bool = False
-) -> PartitionSpec | None:
-    """The spec with one more split: of the first whole dim that divides, else of one that is split already."""
-    parts = [*spec, *(None for _ in range(len(shape) - len(spec)))]
-    dims = reversed(range(len(shape))) if last_first else range(len(shape))
+def completed(
+    model: torch.nn.Module,
+    split: Mapping[str, Decision],
+    mesh: Mesh,
+    *,
+    fsdp: Axes | None = None,
+    tables: Collection[int] = (),
+    notes: Mapping[str, str] | None = None,
+) -> dict[str, Decision]:
+    """Decisions for all entries: adapters follow their base layer, the names of a tie the first that is split.
+
+    Args:
+        model: Whose entries they are.
+        split: What is decided already, for each parameter but those of adapters.
+        mesh: Where it will lie.
+        fsdp: The axes over which parameters are split once more, for storage.
+        tables: Entries that are split by their last dim there, by id.
+        notes: What else is said of entries that are split there, by name.
+    """
+    entries, kernels, made = entries_of(model), kernels_of(model), dict(split)
+    made |= {n: _of_adapter(model, n, made, mesh) for n in entries if LORA in n and n not in made}
+    first: dict[int, str] = {}  # of the names of each tensor
+    for name in sorted(filter(made.__contains__, entries), key=lambda name: not any(made[name].spec)):
+        first.setdefault(id(entries[name]), name)
+    found = dict.fromkeys(entries, Decision(PartitionSpec(), "a buffer"))
+    for name, entry in entries.items():
+        if (other := first.get(id(entry))) is None:
+            continue
+        tied = made[other]
+        if other != name:
+            tied = replace(tied, reason=", ".join(filter(None, (tied.reason, f"as {other}"))))
+        left = tuple(axis for axis in names_of(fsdp) if axis not in axes_of(tied.spec))
+        shape = entry.shape[:2] if id(entry) in kernels else entry.shape
+        found[name] = _stored(tied, shape, left, mesh, last_first=id(entry) in tables) if left else tied
+        if notes and name in notes and found[name].spec != tied.spec:
+            found[name] = replace(found[name], reason=f"{found[name].reason}; {notes[name]}")
+    return found
+
+
+def _of_adapter(model: torch.nn.Module, name: str, split: Mapping[str, Decision], mesh: Mesh) -> Decision:
+    """How a matrix of a LoRA adapter (Hu et al., 2021) is split: as the dim of its base layer that it shares."""
+    factor, entry = _FACTOR.fullmatch(name), model.get_parameter(name)
+    places = (f"{factor[1]}.base_layer", factor[1]) if factor else ()
+    base = next((place for place in places if f"{place}.weight" in split), None)
+    if factor is None or base is None:
+        return Decision(PartitionSpec(), "of an adapter: whole")
+    layer, decision = model.get_submodule(base), split[f"{base}.weight"]
+    product = product_of(layer)
+    out_dim = product.out_dim if product is not None else int(is_table(layer))  # a table is (vocabulary, width)
+    shared, dim = (out_dim, 0) if factor[2] in "Bb" else (1 - out_dim, 1)
+    told, axes = f"of an adapter: as its base layer, {decision.reason}", [*decision.spec, None, None][shared]
+    is_matrix = layer.get_parameter("weight").ndim == 2 and entry.ndim > dim
+    if axes is None or not is_matrix or find_uneven(entry, dim, axes, mesh):
+        return Decision(PartitionSpec(), told)
+    form = decision.form if isinstance(decision.form, Pieces) and decision.form.dim == shared else None
+    return Decision(PartitionSpec(*(None,) * dim, axes), told, form=form and replace(form, dim=dim))
+
+
+def _stored(made: Decision, shape: torch.Size, axes: Axes, mesh: Mesh, *, last_first: bool) -> Decision:
+    """The decision with one more split, for storage: of the first whole dim that divides, else of one that is split.
+
+    A table is split by its features: each device then looks up its own of all rows of the batch, and has the others of
+    its rows sent; by its words, it would hold all features of all rows, to be summed over the devices.
+    """
+    if len(shape) < 2 and shape.numel() < SMALL:
+        return made if made.reason else Decision(made.spec, "a small vector")
+    sizes = shape if made.form is None else made.form.split_shape(shape)
+    parts = [*made.spec, *(None for _ in range(len(sizes) - len(made.spec)))]
+    dims = reversed(range(len(sizes))) if last_first else range(len(sizes))
     for dim in sorted(dims, key=lambda dim: parts[dim] is not None):
-        split = (*names_of(parts[dim] or ()), *names_of(axes))
-        if shape[dim] and shape[dim] % size_of(split, mesh) == 0:
-            parts[dim] = split[0] if len(split) == 1 else split
-            return PartitionSpec(*parts)
-    return None
+        split = (*names_of(parts[dim]), *names_of(axes))
+        if sizes[dim] and sizes[dim] % size_of(split, mesh) == 0:
+            parts[dim] = split
+            why = f"fully sharded over {'+'.join(names_of(axes))}"
+            return replace(made, spec=PartitionSpec(*parts), reason="; ".join(filter(None, (made.reason, why))))
+    fault = f"no dim of {tuple(shape)} is a multiple of {with_sizes(axes, mesh)}"
+    return replace(made, fault="; ".join(filter(None, (made.fault, fault))))
 
 
 def plan_of(
@@ -161,16 +256,15 @@ def plan_of(
     """
     entries = entries_of(model)
     if lines := _unsplit(entries, decisions):
-        head = f"{caller()}: {len(lines)} {'entry does' if len(lines) == 1 else 'entries do'} not divide over the mesh"
+        head = f"{len(lines)} {'entry does' if len(lines) == 1 else 'entries do'} not divide over the mesh."
         if strict:
             remedy = "Choose sizes or a mesh that divide, or strict=False, which keeps such entries whole."
-            raise ValueError("\n".join([f"{head}. {remedy}", "", *lines]))
-        warn("\n".join([f"{head}.", "", *lines]))
+            raise ValueError(listed(f"{head} {remedy}", lines))
+        warn(listed(head, lines))
     rules: dict[str | re.Pattern[str], PartitionSpec] = {}
     reasons: dict[str | re.Pattern[str], str] = {}
-    for key, (spec, reason) in with_globs(
-        {n: (d.spec, d.say(entries[n])) for n, d in decisions.items()}, entries
-    ).items():
+    said = with_globs({n: (d.spec, d.say(entries[n])) for n, d in decisions.items()}, entries)
+    for key, (spec, reason) in said.items():
         rules[key], reasons[key] = spec, reason
     names = collections.Counter(map(id, entries.values()))  # a tie has several, and no pieces
     tied = {n for n, entry in entries.items() if names[id(entry)] > 1}
@@ -187,7 +281,7 @@ def _unsplit(entries: Mapping[str, torch.Tensor], decisions: Mapping[str, Decisi
         if decision.fault:
             entry = entries[name]
             split = "whole" if not any(decision.spec) else describe_spec(decision.spec)
-            held = f"  {name} {tuple(entry.shape)}, {describe_bytes(entry)}, {split}"
+            held = f"{name} {tuple(entry.shape)}, {describe_bytes(entry)}, {split}"
             lines.setdefault(id(entry), ": ".join(filter(None, (held, decision.reason, decision.fault))))
     return list(lines.values())
 

@@ -12,6 +12,7 @@ from torch_shard._common.caller import caller, error_prefix
 from torch_shard._common.types import Device
 from torch_shard._common.validate import is_integer
 from torch_shard._common.wrappers import check_module
+from torch_shard._plans.decisions import listed
 from torch_shard._plans.from_hf import from_hf
 from torch_shard._plans.hf_rules import Rules
 from torch_shard._plans.recipes import fsdp, replicated
@@ -77,7 +78,7 @@ def from_accelerate(
         plan = fsdp(model, mesh, fsdp=stored, strict=strict) if stored else replicated()
     rows = tuple(axis for axis in ("dp_replicate", "dp_shard") if axis in mesh.shape)
     sequence = [axis for axis in ("cp", "sp") if axis in mesh.shape]
-    return mesh, plan, PartitionSpec(rows if len(rows) > 1 else rows[0] if rows else None, *sequence)
+    return mesh, plan, PartitionSpec(rows, *sequence)
 
 
 def _only_axis() -> str:
@@ -124,7 +125,5 @@ def _sizes(config: object) -> dict[str, int]:
     if sizes.get("cp", 1) > 1 and sizes.get("sp", 1) > 1:
         faults.append(f"cp_size={sizes['cp']} and sp_size={sizes['sp']} both split the sequence. Choose one.")
     if faults:
-        raise ValueError(
-            "\n".join([f"{caller()}: sizes of the config cannot be read.", "", *map("  {}".format, faults)])
-        )
+        raise ValueError(listed("sizes of the config cannot be read.", faults))
     return sizes

@@ -6,33 +6,30 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 
 import torch
 from jax.sharding import Mesh, PartitionSpec
 from torch import nn
 
-from torch_shard._common.caller import caller, error_prefix
+from torch_shard._common.caller import error_prefix
 from torch_shard._common.validate import check_kind
 from torch_shard._common.wrappers import check_module
 from torch_shard._plans.decisions import (
     Axes,
     Decision,
     check_axes,
-    entries_of,
+    completed,
     find_uneven,
+    listed,
     names_of,
     places_with_globs,
     plan_of,
-    size_of,
-    with_sizes,
 )
-from torch_shard._plans.hf_rules import Rule, Rules
-from torch_shard._plans.hf_styles import FSDP_STYLES, STYLES
-from torch_shard._plans.layers import HEAD_COUNTS, HEAD_WIDTHS, kernels_of
-from torch_shard._plans.recipes import by_shape
+from torch_shard._plans.hf_rules import FSDP_STYLES, STYLES, Rule, Rules
+from torch_shard._plans.layers import LORA
+from torch_shard._plans.roles import Role, roles_of
 from torch_shard._sharding import Pieces, ShardingPlan, check_mesh
 
 
@@ -86,16 +83,40 @@ def from_hf(
     check_mesh(mesh)
     check_axes(mesh, tp=tp, fsdp=fsdp)
     check_axes(mesh, ep=ep)  # it may be another's
-    reader = _Reader(model, mesh, tp=tp, fsdp=fsdp, ep=ep)
-    if faults := reader.find_faults():
-        raise ValueError("\n".join([f"{caller()}: {type(model).__name__} has no plan that can be read.", "", *faults]))
-    activations = {} if tp is None else over_time(model, reader.tp_rules, tp)
-    return plan_of(model, reader.decide(), strict=strict, activations=activations)
+    rules = {name: Rules.of(model, f"{name}_plan") for name in ("tp", "ep", "fsdp")}
+    asked = {"tp": tp, "ep": ep, "fsdp": fsdp}
+    if faults := [fault for name, axes in asked.items() if axes is not None for fault in _find_faults(name, rules)]:
+        raise ValueError(listed(f"{type(model).__name__} has no plan that can be read.", faults))
+    reader = _Reader(mesh, tp, ep, rules["tp"], rules["ep"], roles_of(model))
+    named = model.named_parameters(remove_duplicate=False)
+    split = {name: reader.split(name, p) for name, p in named if LORA not in name}
+    above = {name: rules["fsdp"].above(name) for name in split} if fsdp else {}
+    notes = {name: FSDP_STYLES[rule.style] for name, rule in above.items() if rule}
+    decisions = completed(model, split, mesh, fsdp=fsdp, notes=notes)
+    activations = {} if tp is None else _over_time(model, rules["tp"], tp)
+    return plan_of(model, decisions, strict=strict, activations=activations)
+
+
+def _find_faults(argument: str, rules: Mapping[str, Rules]) -> list[str]:
+    """What cannot be read of a plan."""
+    styles, recipe = FSDP_STYLES if argument == "fsdp" else STYLES, "expert" if argument == "ep" else argument
+    faults = [
+        f'{argument}_plan["{rule.key}"] is "{rule.style}", which is none of its styles: {", ".join(styles)}. '
+        f"Change it in model.{argument}_plan, or pass {argument}=None."
+        for rule in rules[argument].all
+        if rule.style not in styles
+    ]
+    if not rules[argument] and (argument != "fsdp" or not rules["tp"]):
+        faults.append(
+            f"it has no {argument}_plan. Use ts.plans.{recipe}(model, mesh), which goes by what layers are, "
+            f"or pass {argument}=None."
+        )
+    return faults
 
 
 # With Megatron's constraints on what all layers take and return, a Llama compiles for TPU (v5e:4x4, two layers) to the
 # same collectives, 110 of 45.9 MiB; with the logits gathered, as `colwise_gather_output` asks, to 58.9 MiB.
-def over_time(model: nn.Module, rules: Rules, tp: Axes) -> dict[str, PartitionSpec]:
+def _over_time(model: nn.Module, rules: Rules, tp: Axes) -> dict[str, PartitionSpec]:
     """What modules of the style `sequence_parallel` take and return, by place."""
     found: dict[str, PartitionSpec] = {}
     for name, module in model.named_modules():
@@ -106,53 +127,18 @@ def over_time(model: nn.Module, rules: Rules, tp: Axes) -> dict[str, PartitionSp
     return places_with_globs(found, model)
 
 
+@dataclass(frozen=True)
 class _Reader:
     """The rules of a model, and what they come to on a mesh."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, *, tp: Axes | None, fsdp: Axes | None, ep: Axes | None) -> None:
-        self.model, self.mesh = model, mesh
-        self.tp, self.fsdp, self.ep = tp, fsdp, ep
-        self.tp_rules, self.ep_rules = Rules.of(model, "tp_plan"), Rules.of(model, "ep_plan")
-        self.fsdp_rules = Rules.of(model, "fsdp_plan")
-        self._kernels = kernels_of(model)
+    mesh: Mesh
+    tp: Axes | None
+    ep: Axes | None
+    tp_rules: Rules
+    ep_rules: Rules
+    roles: Mapping[str, Role]
 
-    def find_faults(self) -> list[str]:
-        """What cannot be read, of what is asked for."""
-        asked = {
-            "tp": (self.tp, self.tp_rules, STYLES),
-            "ep": (self.ep, self.ep_rules, STYLES),
-            "fsdp": (self.fsdp, self.fsdp_rules, FSDP_STYLES),
-        }
-        faults: list[str] = []
-        for argument, (axes, rules, styles) in asked.items():
-            unknown = [rule for rule in rules.all if axes is not None and rule.style not in styles]
-            faults += [
-                f'  {argument}_plan["{rule.key}"] is "{rule.style}", which is none of its styles: {", ".join(styles)}. '
-                f"Change it in model.{argument}_plan, or pass {argument}=None."
-                for rule in unknown
-            ]
-            if axes is not None and not rules and (argument != "fsdp" or not self.tp_rules):
-                recipe = {"tp": "tp", "ep": "expert", "fsdp": "fsdp"}[argument]
-                faults.append(
-                    f"  it has no {argument}_plan. Use ts.plans.{recipe}(model, mesh), which goes by what layers are, "
-                    f"or pass {argument}=None."
-                )
-        return faults
-
-    def decide(self) -> dict[str, Decision]:
-        """For each entry how it is split, and why."""
-        entries = entries_of(self.model)
-        buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
-        split = {name: self._split(name, entry) for name, entry in entries.items() if name not in buffers}
-        split |= {name: adapter(name, entries, split) for name in split if ".lora_" in name}
-        first: dict[int, str] = {}  # of the names of each tensor that is split
-        for name in (name for name in split if any(split[name].spec)):
-            first.setdefault(id(entries[name]), name)
-        split = {name: _like(made, first.get(id(entries[name]), name), split) for name, made in split.items()}
-        decided = {name: self._stored(name, entries[name], decision) for name, decision in split.items()}
-        return {name: decided.get(name, Decision(PartitionSpec(), "a buffer")) for name in entries}
-
-    def _split(self, name: str, entry: torch.Tensor) -> Decision:
+    def split(self, name: str, entry: torch.Tensor) -> Decision:
         """How the rules of `ep_plan` and `tp_plan` split a parameter."""
         spec, reasons, faults, form = PartitionSpec(), list[str](), list[str](), None
         for axes, rule in ((self.ep, self.ep_rules.of_parameter(name)), (self.tp, self._tp_rule(name))):
@@ -174,34 +160,14 @@ class _Reader:
     def _tp_rule(self, name: str) -> Rule | None:
         """The rule of `tp_plan`, which does not count for experts that are distributed over the same axes."""
         rule = self.tp_rules.of_parameter(name)
-        shared = set(names_of(self.tp or ())) & set(names_of(self.ep or ()))
+        shared = set(names_of(self.tp)) & set(names_of(self.ep))
         return None if rule and shared and self.ep_rules.holds(rule.key) else rule
 
     def _fault(self, name: str, entry: torch.Tensor, dim: int, *, axes: Axes, rule: Rule) -> str:
         """What keeps a dim from being split."""
-        if fault := find_uneven(entry, dim, axes, self.mesh, pieces=STYLES[rule.style].pieces):
-            return fault
-        heads = _num_heads(self.model, name, entry.shape[dim]) if rule.style == "colwise" else 0
-        is_cut = heads and heads % size_of(axes, self.mesh)
-        return f"{heads} heads are not a multiple of {with_sizes(axes, self.mesh)}" if is_cut else ""
-
-    def _stored(self, name: str, entry: torch.Tensor, decision: Decision) -> Decision:
-        """The decision with the split for storage."""
-        taken = {axis for part in decision.spec for axis in names_of(part or ())}
-        left = tuple(axis for axis in names_of(self.fsdp or ()) if axis not in taken)
-        if not left:
-            return decision
-        rule = self.fsdp_rules.above(name)
-        told = f"; {FSDP_STYLES[rule.style]}" if rule else ""
-        axes = left[0] if len(left) == 1 else left
-        stored = by_shape(decision, entry, axes, self.mesh, kernels=self._kernels)
-        return stored if stored.spec == decision.spec else replace(stored, reason=stored.reason + told)
-
-
-def _like(made: Decision, first: str, split: Mapping[str, Decision]) -> Decision:
-    """The decision of a tie: that for the first of its names that is split."""
-    other = split[first]
-    return made if made.spec == other.spec else replace(other, reason=f"{other.reason}, as {first}")
+        role = self.roles.get(name) if rule.style == "colwise" else None
+        heads = role.heads if role is not None and role.dim == dim else 0
+        return find_uneven(entry, dim, axes, self.mesh, pieces=STYLES[rule.style].pieces, heads=heads)
 
 
 def _with(spec: PartitionSpec, dim: int, axes: Axes) -> PartitionSpec:
@@ -209,37 +175,3 @@ def _with(spec: PartitionSpec, dim: int, axes: Axes) -> PartitionSpec:
     parts = [*spec, *(None for _ in range(dim + 1 - len(spec)))]
     parts[dim] = axes
     return PartitionSpec(*parts)
-
-
-def _num_heads(model: nn.Module, name: str, length: int) -> int | None:
-    """How many heads of attention a projection has; None for others."""
-    parts = name.split(".")
-    at = next((at for at, part in enumerate(parts) if part in _HEADS), None)
-    if at is None:
-        return None
-    attention, vectors = model.get_submodule(".".join(parts[:at])), _HEADS[parts[at]]
-    found = (getattr(attention, held, None) for held in (HEAD_WIDTHS if vectors else HEAD_COUNTS))
-    number = next((number for number in found if isinstance(number, int) and number > 0), 0)
-    if not number or length % number:
-        return None
-    return length // (number * vectors) if vectors else number
-
-
-_HEADS = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "query_key_value": 3, "q_b_proj": 0, "kv_b_proj": 0}
-"""Projections whose output is heads, and of how many vectors each is: 0 of vectors of other widths."""
-
-
-def adapter(name: str, entries: Mapping[str, torch.Tensor], split: Mapping[str, Decision]) -> Decision:
-    """How a matrix of a LoRA adapter is split: as the dim of its base layer that it shares."""
-    found = re.fullmatch(r"(.*)\.lora_(embedding_)?([AB])\.[^.]+(?:\.(?:weight|bias))?", name)
-    base = f"{found[1]}.base_layer.weight" if found else ""
-    if not found or base not in split or entries[base].ndim != 2:
-        return Decision(PartitionSpec(), "of an adapter: whole")
-    parts = [*split[base].spec, None, None][:2]
-    outer, inner = reversed(parts) if found[2] else parts  # the weight of an embedding is (vocabulary, width)
-    told = f"of an adapter: as its base layer, {split[base].reason}"
-    if found[3] == "A":
-        return Decision(PartitionSpec(None, inner) if inner and entries[name].ndim == 2 else PartitionSpec(), told)
-    form = split[base].form
-    is_packed = outer and form is not None and form.dim == 0
-    return Decision(PartitionSpec(outer) if outer else PartitionSpec(), told, form=form if is_packed else None)

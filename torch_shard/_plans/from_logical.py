@@ -19,15 +19,16 @@ from torch_shard._common.wrappers import check_module
 from torch_shard._plans.decisions import (
     Axes,
     Decision,
+    completed,
     entries_of,
     find_uneven,
+    listed,
     names_of,
     plan_of,
-    size_of,
-    with_sizes,
 )
+from torch_shard._plans.layers import LORA
 from torch_shard._plans.logical_names import logical_names
-from torch_shard._plans.logical_rules import Dim, LogicalRules, read_rules
+from torch_shard._plans.logical_rules import Dim, LogicalRules, are_names, read_rules
 from torch_shard._plans.roles import Role, roles_of
 from torch_shard._sharding import ShardingPlan, check_mesh, make_matcher
 
@@ -87,25 +88,25 @@ def from_logical(
     specs = {name: _spec(f'"{name}"', dims[name], read, faults) for name in dims}
     asked = {key: _spec(f'activations "{key}"', given, read, faults) for key, given in (activations or {}).items()}
     if faults:
-        raise ValueError("\n".join([f"{caller()}: names cannot be read.", "", *(f"  {fault}" for fault in faults)]))
+        raise ValueError(listed("names cannot be read.", faults))
     if read.names and not any(any(spec) for spec in specs.values()):
         called = [dim for of_one in dims.values() for dim in of_one if isinstance(dim, str | tuple)]
         known = ", ".join(sorted({name for dim in called for name in names_of(dim)}))
         logger.warning("%s: no rule splits a parameter of this model. Its dims are called: %s.", caller(), known)
-    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    roles = roles_of(model)
-    decisions = dict.fromkeys(buffers, Decision(PartitionSpec(), "a buffer"))
-    for name, spec in specs.items():
-        decisions[name] = _decide(dims[name], spec, entries[name], mesh=mesh, role=roles.get(name))
-    decisions |= {name: _unnamed(entry) for name, entry in entries.items() if name not in decisions}
-    return plan_of(model, _with_ties(entries, decisions), strict=strict, activations=asked)
+    roles, split = roles_of(model), dict[str, Decision]()
+    for name, entry in entries.items():
+        if name in specs:
+            split[name] = _decide(dims[name], specs[name], entry, mesh=mesh, role=roles.get(name))
+        elif isinstance(entry, nn.Parameter) and LORA not in name:
+            split[name] = _unnamed(entry)
+    return plan_of(model, completed(model, split, mesh), strict=strict, activations=asked)
 
 
 def _check_names(argument: str, given: object) -> None:
     """Refuse what is no mapping to names of dims."""
     check_kind(argument, given, Mapping | None)
     items = cast(Mapping[object, object], given or {}).items()
-    odd = {key: dims for key, dims in items if not (isinstance(key, str) and _are_names(dims))}
+    odd = {key: dims for key, dims in items if not (isinstance(key, str) and _are_dims(dims))}
     if odd:
         shown = "\n".join(f"  {key!r}: {dims!r}" for key, dims in odd.items())
         raise TypeError(
@@ -113,12 +114,9 @@ def _check_names(argument: str, given: object) -> None:
         )
 
 
-def _are_names(dims: object) -> bool:
-    if not isinstance(dims, list | tuple):
-        return False
-    several = [part for dim in dims if isinstance(dim, list | tuple) for part in dim]
-    plain = [dim for dim in dims if not isinstance(dim, list | tuple) and dim is not PartitionSpec.UNCONSTRAINED]
-    return all(isinstance(part, str) for part in several) and all(isinstance(dim, str | None) for dim in plain)
+def _are_dims(dims: object) -> bool:
+    each = cast(Sequence[object], dims) if isinstance(dims, list | tuple) else (0,)
+    return all(dim is PartitionSpec.UNCONSTRAINED or are_names(dim) for dim in each)
 
 
 def _names(
@@ -157,11 +155,8 @@ def _decide(
     """The spec of an entry, without what does not fit its shape."""
     parts, faults = list[Axes | None](), list[str]()
     for number, (dim, part) in enumerate(zip(dims, spec, strict=True)):
-        shards = size_of(part or (), mesh)
         heads = role.heads if role is not None and isinstance(dim, tuple) and number == role.dim else 0
-        fault = find_uneven(entry, number, part or (), mesh)
-        if not fault and heads % shards:
-            fault = f"{heads} heads are not a multiple of {with_sizes(part, mesh)}, and would be cut"
+        fault = find_uneven(entry, number, part, mesh, heads=heads)
         faults += [fault] if fault else []
         parts.append(None if fault else part)
     shown = ", ".join(" x ".join(dim) if isinstance(dim, tuple) else dim or "-" for dim in dims)
@@ -171,11 +166,3 @@ def _decide(
 def _unnamed(entry: torch.Tensor) -> Decision:
     fault = "its dims have no names; give them by names=" if entry.ndim > 1 else ""
     return Decision(PartitionSpec(), "a vector without a name" if entry.ndim < 2 else "of no known layer", fault)
-
-
-def _with_ties(entries: Mapping[str, torch.Tensor], decisions: Mapping[str, Decision]) -> dict[str, Decision]:
-    """The same, where all names of a tie have what is decided for the first."""
-    first: dict[int, str] = {}
-    for name, entry in entries.items():
-        first.setdefault(id(entry), name)
-    return {name: decisions[first[id(entry)]] for name, entry in entries.items()}

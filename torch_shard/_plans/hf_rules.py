@@ -1,10 +1,13 @@
-"""The rules that a transformers model has for its own parameters and modules, and which of them counts for a name."""
+"""The rules that a transformers model has for its parameters and modules: which counts for a name, what it asks for.
+
+Read from transformers 5.23: `distributed/tensor_parallel.py`, `expert_parallel.py` and `fsdp.py`.
+"""
 
 # PyTorch annotates some of its functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -59,46 +62,33 @@ class Rules:
 
     def of_module(self, name: str) -> Rule | None:
         """The rule of a module."""
-        plan, own = self.called(name)
-        key = generic(own)
-        return Rule(plan[key], key) if key in plan else None
+        return next(self._of(name, slice(1)), None)
 
     def of_parameter(self, name: str) -> Rule | None:
         """The rule of a parameter or else of its module, as transformers looks it up."""
-        plan, own = self.called(name)
-        keys = (key := generic(own), key.rpartition(".")[0])
-        return next((Rule(plan[key], key) for key in keys if key in plan), None)
+        return next(self._of(name, slice(2)), None)
 
     def above(self, name: str) -> Rule | None:
         """The rule of the closest module that holds a parameter."""
-        plan, own = self.called(name)
-        parts = own.split(".")
-        names = (generic(".".join(parts[:length])) for length in range(len(parts) - 1, 0, -1))
-        return next((Rule(plan[key], key) for key in names if key in plan), None)
+        return next(self._of(name, slice(1, None)), None)
 
     def holds(self, key: str) -> bool:
         """Tell whether a key of another plan is one of this plan's, or below one."""
         return any(is_within(key, owner) for plan in self.plans.values() for owner in plan)
 
-    def called(self, name: str) -> tuple[Mapping[str, str], str]:
-        """The plan that speaks of a name, and what it calls it."""
-        for owner, plan in self.plans.items():
-            if is_within(name, owner):
-                return plan, unwrapped(name[len(owner) + 1 :] if owner else name)
-        return {}, name
+    def _of(self, name: str, which: slice) -> Iterator[Rule]:
+        """The rules of what a name says, and of the modules around it, in the words of the plan that speaks of it.
 
-
-def generic(name: str) -> str:
-    """A name as transformers looks for it: `*` for the numbers of layers (`replace_layer_number_by_wildcard`).
-
-    Of two numbers next to each other, its expression replaces the first alone.
-    """
-    return re.sub(r"\.\d+(\.|$)", r".*\1", name)
-
-
-def unwrapped(name: str) -> str:
-    """A name without what wrappers of a module add to it."""
-    return _WRAPPERS.sub("", name + ".").removesuffix(".")
+        As transformers looks for it (`replace_layer_number_by_wildcard`), `*` stands for the numbers of layers; of two
+        numbers next to each other, its expression replaces the first alone.
+        """
+        owner = next((owner for owner in self.plans if is_within(name, owner)), None)
+        if owner is None:
+            return
+        own = _WRAPPERS.sub("", name[len(owner) :].removeprefix(".") + ".").removesuffix(".")
+        parts, plan = re.sub(r"\.\d+(\.|$)", r".*\1", own).split("."), self.plans[owner]
+        keys = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+        yield from (Rule(plan[key], key) for key in keys[which] if key in plan)
 
 
 def is_within(name: str, module: str) -> bool:
@@ -112,3 +102,63 @@ def _plan_of(module: nn.Module, kind: str) -> Mapping[str, str]:
         return {}
     plan = cast(object, getattr(module, kind))
     return cast(Mapping[str, str], plan) if isinstance(plan, Mapping) else {}
+
+
+@dataclass(frozen=True)
+class Style:
+    """One of `transformers.distributed.parallel_utils.ALL_PARALLEL_STYLES`.
+
+    Attributes:
+        dim: That it splits, from the end if it is negative; None where it splits none.
+        pieces: Of that dim, each of which is split by itself: 2 where gate and up are one parameter.
+        skips: The parameters that it leaves whole: "bias", those of that name; "vectors", those of one dim.
+        note: What is made of its work on activations and gradients.
+    """
+
+    dim: int | None = None
+    pieces: int = 1
+    skips: str = ""
+    note: str = ""
+
+    def dim_of(self, parameter: str, num_dims: int) -> int | None:
+        """The dim of a parameter that it splits, from 0."""
+        skipped = (self.skips == "bias" and parameter == "bias") or (self.skips == "vectors" and num_dims == 1)
+        if self.dim is None or skipped or num_dims == 0:
+            return None
+        dim = max(num_dims + self.dim, 0) if self.dim < 0 else self.dim  # of a vector, its only one
+        return dim if dim < num_dims else None
+
+
+_COLUMN, _ROW = Style(-2), Style(-1, skips="bias")
+_PARTIAL = "nothing to do: no gradient is one device's part"
+_OUTPUT = "nothing to do: no output is one device's part"
+
+STYLES = {
+    "colwise": _COLUMN,
+    "colwise_gather_output": _COLUMN,
+    "colwise_rep": _COLUMN,
+    "rowwise": _ROW,
+    "rowwise_split_input": _ROW,
+    "rowwise_rep": _ROW,
+    "packed_colwise": Style(-2, pieces=2),
+    "packed_rowwise": Style(-1, pieces=2, skips="vectors"),
+    "embedding_rowwise": Style(0),
+    "embedding_colwise": Style(1),
+    "grouped_gemm": Style(0),
+    "moe_tp_experts": Style(note="its parameters have rules of their own"),
+    "ep_dispatch_experts": Style(note="its parameters have rules of their own"),
+    "local_params": Style(note="its parameters have rules of their own"),
+    "replicate": Style(note="whole"),
+    "sequence_parallel": Style(note="what it takes and returns is split along the sequence"),
+    "replicated_with_grad_allreduce": Style(note=_PARTIAL),
+    "mla_kv_a_proj": Style(note=_PARTIAL),
+    "all_reduce": Style(note=_OUTPUT),
+    "moe_identity_expert": Style(note=_OUTPUT),
+}
+"""By name; `colwise_rep` and `rowwise_rep` are older names."""
+
+FSDP_STYLES = {
+    "free_full_weight": "free_full_weight",
+    "keep_full_weight": "keep_full_weight, stored alike: XLA decides for how long it is gathered",
+}
+"""What is said of an entry that is split for storage alone."""

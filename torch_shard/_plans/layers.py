@@ -3,7 +3,7 @@
 # PyTorch annotates some of its functions in part; attributes of users' modules are anything.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,10 @@ from torch import nn
 
 HEAD_WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head")
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
+_VECTORS = {"query_key_value": 3}
+"""Of each head, where a projection gives more than one."""
+_OF_OTHER_WIDTHS = ("q_b_proj", "kv_b_proj")
+"""Projections whose heads have not the width that the module says."""
 LORA = ".lora_"
 
 
@@ -82,16 +86,22 @@ def experts_of(layer: nn.Module) -> dict[str, torch.Tensor]:
     return {n: p for n, p in held.items() if p.shape[0] == matrices[0].shape[0]} if is_experts else {}
 
 
-def head_width(parent: nn.Module, product: Product) -> int | None:
-    """Features of one head, where the module that a layer stands in has heads."""
-    for name in HEAD_WIDTHS:
-        if isinstance(width := getattr(parent, name, None), int) and width > 0:
-            return width
-    for name in HEAD_COUNTS:
-        if isinstance(num := getattr(parent, name, None), int) and num > 0:
-            width = min(product.num_in, product.num_out)
-            return width // num if width % num == 0 else None
-    return None
+def count_heads(parent: nn.Module, name: str, product: Product, length: int) -> int:
+    """How many heads so many features of a projection are, where the module that it stands in has some; 0 if not."""
+    count = _number_in(parent, HEAD_COUNTS)
+    if name in _OF_OTHER_WIDTHS:
+        return count if count and length % count == 0 else 0
+    width, narrow = _number_in(parent, HEAD_WIDTHS), min(product.num_in, product.num_out)
+    if not width and count and narrow % count == 0:
+        width = narrow // count
+    width *= _VECTORS.get(name, 1)
+    return length // width if width and length % width == 0 else 0
+
+
+def _number_in(module: nn.Module, names: Sequence[str]) -> int:
+    """The first of these attributes that is a positive number; 0 if none is."""
+    held = (getattr(module, name, None) for name in names)
+    return next((number for number in held if isinstance(number, int) and number > 0), 0)
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -104,3 +114,8 @@ def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def base_of(path: str) -> str:
     """The name that a layer has without the wrappers of adapters around it (`q_proj.base_layer`, `q_proj.lora_A.x`)."""
     return path.split(LORA)[0].removesuffix(".base_layer")
+
+
+def parent_of(path: str) -> str:
+    """The name of the module around another."""
+    return path.rpartition(".")[0]

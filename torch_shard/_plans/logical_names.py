@@ -3,7 +3,7 @@
 # PyTorch annotates some of its functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -38,78 +38,49 @@ _HEADS = ("lm_head", "embed_out", "output_projection")
 
 def logical_names(model: nn.Module, known: Collection[str]) -> dict[str, Dims]:
     """The names of the dims of each parameter whose layer is known, by name."""
-    roles = roles_of(model)
-    tables = [(path, m) for path, m in layers_of(model) if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    rows = {m.num_embeddings for path, m in tables if roles[f"{path}.weight" if path else "weight"].dim == 0}
-    found: dict[str, Dims] = {}
+    roles, found = roles_of(model), dict[str, Dims]()
     for path, layer in layers_of(model):
-        if LORA not in path:
-            for name, dims in _of_layer(path, layer, roles, rows):
-                found[f"{path}.{name}" if path else name] = dims
-    for path, layer in layers_of(model):
-        if LORA in path:
-            found |= {f"{path}.{name}": dims for name, dims in _of_adapter(path, layer, found)}
-    return {name: tuple(_as_known(dim, known) for dim in dims) for name, dims in found.items()}
+        for own, p in layer.named_parameters(recurse=False) if LORA not in path else ():
+            name = f"{path}.{own}" if path else own
+            if (dims := _dims_of(path, layer, p, roles[name], is_expert=own in experts_of(layer))) is not None:
+                found[name] = tuple(_as_known(dim, known) for dim in dims)
+    return found
 
 
-def _held(layer: nn.Module) -> dict[str, torch.Tensor]:
-    return dict(layer.named_parameters(recurse=False))
-
-
-def _of_layer(path: str, layer: nn.Module, roles: dict[str, Role], rows: set[int]) -> Iterator[tuple[str, Dims]]:
-    prefix = f"{path}." if path else ""
+def _dims_of(path: str, layer: nn.Module, p: torch.Tensor, role: Role, *, is_expert: bool) -> Dims | None:
+    """The names of the dims of a parameter; biases are named as what they are added to."""
     product = product_of(layer)
-    if experts := experts_of(layer):
-        yield from _of_experts(experts, {name: roles[prefix + name] for name in experts})
-    elif is_table(layer):
-        for name in _held(layer):
-            is_vocabulary = roles[prefix + name].dim == 0
-            yield name, ("vocab", "embed_vocab") if is_vocabulary else (None, "embed")
-    elif is_norm(layer):
-        yield from ((name, ("norm",)) for name, p in _held(layer).items() if p.ndim == 1)
-    elif product is not None and product.groups == 1 and layer.get_parameter("weight").ndim == 2:
-        out, summed = _of_product(path, roles[f"{prefix}weight"], product.num_out in rows)
-        yield "weight", (out, summed) if product.out_dim == 0 else (summed, out)
-        yield from ((name, (out,)) for name, p in _held(layer).items() if p.shape == (product.num_out,))
-    elif path.rpartition(".")[2] in ROUTERS or "Router" in type(layer).__name__:
-        for name, p in _held(layer).items():
-            yield name, _ROUTER if p.ndim == 2 else (None,) * p.ndim
+    if is_expert and p.ndim == 3:  # (experts, features, features)
+        return ("exp", "mlp_moe", "embed_moe") if role.dim == 1 else ("exp", "embed_moe", "mlp_moe")
+    if is_expert:
+        return ("exp", "activation_embed" if role.dim is None else "activation_mlp") if p.ndim == 2 else None
+    if is_table(layer):
+        return ("vocab", "embed_vocab") if role.dim == 0 else (None, "embed")
+    if is_norm(layer):
+        return ("norm",) if p.ndim == 1 else None
+    if product is not None and not product.is_kernel:
+        out, summed = _of_product(path, role)
+        if p.ndim == 2:
+            return (out, summed) if product.out_dim == 0 else (summed, out)
+        return (out,) if p.shape == (product.num_out,) else None
+    if path.rpartition(".")[2] in ROUTERS or "Router" in type(layer).__name__:
+        return _ROUTER if p.ndim == 2 else (None,) * p.ndim
+    return None
 
 
-def _of_product(path: str, role: Role, fits_vocabulary: bool) -> tuple[Dim, Dim]:
+def _of_product(path: str, role: Role) -> tuple[Dim, Dim]:
     """The features of a product, and what it sums over."""
-    path = base_of(path)
-    parent, _, last = path.rpartition(".")
+    parent, _, last = base_of(path).rpartition(".")
     if last in _LAST:
         out, summed = _LAST[last]
         return out, summed
     if last in ROUTERS:
         return _ROUTER
-    if last in _HEADS or (fits_vocabulary and role.side == "column"):
+    if last in _HEADS or (role.is_vocabulary and role.side == "column"):
         return "vocab", "embed_vocab"
     is_attention = role.heads > 0 or "att" in parent.rpartition(".")[2].lower()
     inner: Dim = ("heads", "kv") if is_attention else "mlp"
     return {"column": (inner, "embed"), "row": ("embed", inner), "whole": (None, "embed")}[role.side]
-
-
-def _of_experts(experts: dict[str, torch.Tensor], roles: dict[str, Role]) -> Iterator[tuple[str, Dims]]:
-    """Experts in one tensor, (experts, features, features); biases are named as what they are added to."""
-    for name, p in experts.items():
-        if p.ndim == 3:
-            yield name, ("exp", "mlp_moe", "embed_moe") if roles[name].dim == 1 else ("exp", "embed_moe", "mlp_moe")
-        elif p.ndim == 2:
-            leads_out = any(word in name for word in ("down", "w2", "out"))
-            yield name, ("exp", "activation_embed" if leads_out else "activation_mlp")
-
-
-def _of_adapter(path: str, layer: nn.Module, found: dict[str, Dims]) -> Iterator[tuple[str, Dims]]:
-    """LoRA's factors have one dim of the base layer each."""
-    base = next(
-        (dims for n, dims in found.items() if base_of(n.rpartition(".")[0]) == base_of(path) and len(dims) == 2), None
-    )
-    for name, p in _held(layer).items():
-        if base is not None and p.ndim == 2:
-            yield name, (None, base[1]) if f"{LORA}A." in f"{path}." else (base[0], None)
 
 
 def _as_known(dim: Dim, known: Collection[str]) -> Dim:

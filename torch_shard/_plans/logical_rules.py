@@ -37,7 +37,8 @@ class LogicalRules:
         A rule counts if its name is one of the tensor's, which no rule before it has given axes, and none of its axes
         splits another dim of the tensor.
         """
-        names = [name for dim in dims for name in self._split(dim)]
+        split = [() if dim is PartitionSpec.UNCONSTRAINED else names_of(dim) for dim in dims]
+        names = [name for part in split for name in part]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"{', '.join(twice)} is the name of two dims")
         given: dict[str, tuple[str, ...]] = {}
@@ -45,17 +46,10 @@ class LogicalRules:
             taken = {axis for others in given.values() for axis in others}
             if name in names and name not in given and taken.isdisjoint(axes):
                 given[name] = axes
-        return PartitionSpec(*(self._part(dim, given) for dim in dims))
-
-    def _part(self, dim: Dim, given: Mapping[str, tuple[str, ...]]) -> Any:
-        if dim is PartitionSpec.UNCONSTRAINED:
-            return dim
-        axes = [axis for name in self._split(dim) for axis in given.get(name, ()) if self.sizes.get(axis, 1) > 1]
-        return tuple(axes) if len(axes) > 1 else axes[0] if axes else None
-
-    @staticmethod
-    def _split(dim: Dim) -> tuple[str, ...]:
-        return () if dim is None or dim is PartitionSpec.UNCONSTRAINED else names_of(dim)
+        found = ([axis for name in part for axis in given.get(name, ())] for part in split)
+        parts = (tuple(axis for axis in axes if self.sizes.get(axis, 1) > 1) for axes in found)
+        pairs = zip(dims, parts, strict=True)
+        return PartitionSpec(*(dim if dim is PartitionSpec.UNCONSTRAINED else part for dim, part in pairs))
 
 
 def read_rules(rules: object, sizes: Mapping[str, int]) -> LogicalRules:
@@ -72,12 +66,15 @@ def read_rules(rules: object, sizes: Mapping[str, int]) -> LogicalRules:
             f"{caller()}: a rule is a logical name with an axis, several or None. These are not:\n\n{shown}"
         )
     pairs = cast(Iterable[tuple[str, Axes | None]], given)
-    return LogicalRules(tuple((name, names_of(axes or ())) for name, axes in pairs), sizes)
+    return LogicalRules(tuple((name, names_of(axes)) for name, axes in pairs), sizes)
 
 
 def _is_rule(rule: object) -> bool:
-    if not isinstance(rule, list | tuple) or len(cast(Sequence[object], rule)) != 2:
-        return False
-    name, axes = cast(Sequence[object], rule)
-    parts = cast(Sequence[object], axes) if isinstance(axes, list | tuple) else [axes]
-    return isinstance(name, str) and (axes is None or all(isinstance(part, str) for part in parts))
+    parts = cast(Sequence[object], rule) if isinstance(rule, list | tuple) else ()
+    return len(parts) == 2 and isinstance(parts[0], str) and are_names(parts[1])
+
+
+def are_names(value: object) -> bool:
+    """Whether it is None, a name or several."""
+    parts = cast(Sequence[object], value) if isinstance(value, list | tuple) else [value]
+    return value is None or all(isinstance(part, str) for part in parts)

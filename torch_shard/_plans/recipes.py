@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
 from typing import Literal, cast
 
 import torch
@@ -20,9 +19,9 @@ from torch_shard._common.wrappers import check_module
 from torch_shard._plans.decisions import (
     Axes,
     Decision,
-    add_axis,
+    along,
     check_axes,
-    entries_of,
+    completed,
     find_uneven,
     names_of,
     plan_of,
@@ -30,16 +29,23 @@ from torch_shard._plans.decisions import (
     warn,
     with_sizes,
 )
-from torch_shard._plans.layers import experts_of, kernels_of, layers_of, tables_of
+from torch_shard._plans.layers import experts_of, layers_of, tables_of
 from torch_shard._plans.roles import Role, roles_of
 from torch_shard._plans.sequence import sequence_constraints
-from torch_shard._sharding import Context, ContextMode, Padded, Pieces, ShardingPlan, check_mesh
+from torch_shard._sharding import (
+    Context,
+    ContextMode,
+    Padded,
+    Pieces,
+    Pipeline,
+    Schedule,
+    ShardingPlan,
+    check_mesh,
+    check_plan,
+)
 
 PadVocab = bool | Literal["auto"]
 """Whether a vocabulary that does not divide is padded."""
-
-SMALL = 2**16
-"""Elements. A vector with fewer stays whole: its bytes are nothing, and a gather costs as long as a message takes."""
 
 
 @error_prefix("plans.replicated")
@@ -145,8 +151,7 @@ def tp(
         >>> ts.plans.tp(mlp, ts.make_mesh(batch=4, model=2))
         ShardingPlan({'0.weight': P('model', None), '0.bias': P('model'), '2.weight': P(None, 'model'), '2.bias': P()})
     """
-    model = _check(model, mesh, strict, tp=tp)
-    _check_padding(pad_vocab)
+    model = _check(model, mesh, strict, pad_vocab, tp=tp)
     return plan_of(model, _decide(model, mesh, tp=tp, pad_vocab=pad_vocab), strict=strict)
 
 
@@ -191,14 +196,13 @@ def fsdp_tp(
         >>> plan | {"0.bias": jax.sharding.PartitionSpec()}
         ShardingPlan({'0.weight': P('model', 'batch'), '0.bias': P(), '2.weight': P('batch', 'model')})
     """
-    model = _check(model, mesh, strict)
+    model = _check(model, mesh, strict, pad_vocab)
     check_axes(mesh, fsdp=fsdp, tp=tp, context=context)
     check_kind("context", context, str | None)
     _check_sequence(sequence, tp)
-    _check_padding(pad_vocab)
     if tp is None and fsdp is None and context is None:
         raise TypeError(f"{caller()}: {_NO_TP}: no other axis is given.")
-    rows = () if fsdp is None else names_of(fsdp)
+    rows = names_of(fsdp)
     over = None if context is None else Context(context, context_mode, rows)
     _tell_of_experts(model)
     data = rows if over is None else (*rows, over.axis)
@@ -216,9 +220,8 @@ def _check_heads(model: torch.nn.Module, mesh: Mesh, context: Context, tp: Axes 
     """Refuse heads that do not divide over the axis of the context, if they are to be exchanged for the sequence."""
     if context.mode != "heads":
         return
-    axes = (*(() if tp is None else names_of(tp)), context.axis)
-    roles = {name: role for name, role in roles_of(model).items() if role.heads and role.side == "column"}
-    counts = {name: role.heads // role.pieces for name, role in roles.items()}
+    axes = (*names_of(tp), context.axis)
+    counts = {name: role.heads for name, role in roles_of(model).items() if role.heads and role.side == "column"}
     if odd := {name: num for name, num in counts.items() if num % size_of(axes, mesh)}:
         name, num = next(iter(odd.items()))
         raise ValueError(
@@ -280,10 +283,9 @@ def expert(
         >>> ts.plans.expert(Experts(), ts.make_mesh(batch=2, model=4))
         ShardingPlan({'up': P('model', 'batch', None)})
     """
-    model = _check(model, mesh, strict, ep=ep)
+    model = _check(model, mesh, strict, pad_vocab, ep=ep)
     check_axes(mesh, fsdp=fsdp, tp=tp)
     _check_sequence(sequence, tp)
-    _check_padding(pad_vocab)
     if not any(experts_of(layer) for _, layer in layers_of(model)):
         raise ValueError(
             f"{caller()}: no entry of {type(model).__name__} holds several experts along its first dim, as the 3-D "
@@ -294,10 +296,46 @@ def expert(
     return plan_of(model, decisions, strict=strict, activations=activations)
 
 
-def _check(model: torch.nn.Module, mesh: Mesh, strict: bool, **axes: Axes) -> torch.nn.Module:
+@error_prefix("plans.pipeline")
+def pipeline(
+    plan: ShardingPlan, *, stage: str = "stage", repeats: int = 1, schedule: Schedule | None = None
+) -> ShardingPlan:
+    """A plan whose repeated layers are the stages of a pipeline; the model is not rewritten.
+
+    Each stage has the parameters of its own layers, split further as the plan says. Microbatches, of which
+    `make_train_step(accumulate_steps=)` says the number, go from stage to stage within one compiled program; twice as
+    many as stages, or more, keep the stages busy: of `M` over `P` stages, `(P - 1) / (repeats * M + P - 1)` of the time
+    is idle. Numbers are those of the same step without stages. Embeddings, head and loss are computed by all stages,
+    each for a part of the rows.
+
+    Args:
+        plan: For the other axes of the mesh; its rules do not split layers over `stage`.
+        stage: The axis of the mesh that has the stages. The layers are a multiple of its size times `repeats`.
+        repeats: How often a microbatch goes round, through other layers each time.
+        schedule: `"1f1b"` or `"gpipe"`; see `Pipeline`.
+
+    Raises:
+        TypeError: An argument is of the wrong kind.
+        ValueError: There is no such schedule. Making the step says what does not fit the model.
+
+    Example:
+        >>> import torch_shard as ts
+        >>> plan = ts.plans.pipeline(ts.plans.replicated(), stage="stage")
+        >>> plan.pipeline.axis, plan.pipeline.schedule
+        ('stage', '1f1b')
+    """
+    check_plan(plan)
+    return dataclasses.replace(plan, pipeline=Pipeline(stage, repeats, schedule))
+
+
+def _check(
+    model: torch.nn.Module, mesh: Mesh, strict: bool, pad_vocab: object = "auto", **axes: Axes
+) -> torch.nn.Module:
     """The module to be read; refuse what a recipe cannot read."""
     model = check_module("model", model)
     check_kind("strict", strict, bool)
+    if not isinstance(pad_vocab, bool) and pad_vocab != "auto":
+        raise ValueError(f'{caller()}: pad_vocab must be True, False or "auto", got {pad_vocab!r}.')
     if missing := [argument for argument, given in axes.items() if cast(object, given) is None]:
         raise TypeError(f"{caller()}: {missing[0]} must be the name of an axis, or a tuple of some, got None.")
     check_axes(check_mesh(mesh), **axes)
@@ -313,11 +351,6 @@ def _check_sequence(sequence: bool, tp: Axes | None) -> None:
         raise TypeError(f"{caller()}: {_NO_TP}: sequence=True splits the residual stream over it.")
 
 
-def _check_padding(pad_vocab: object) -> None:
-    if not isinstance(pad_vocab, bool) and pad_vocab != "auto":
-        raise ValueError(f'{caller()}: pad_vocab must be True, False or "auto", got {pad_vocab!r}.')
-
-
 def _decide(
     model: torch.nn.Module,
     mesh: Mesh,
@@ -329,25 +362,21 @@ def _decide(
 ) -> dict[str, Decision]:
     """What these axes do with each entry."""
     roles = {} if tp is None else roles_of(model)
-    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     experts = {id(p) for _, layer in layers_of(model) for p in experts_of(layer).values()} if ep else set[int]()
-    kernels, tables, decisions = kernels_of(model), tables_of(model), dict[str, Decision]()
-    for name, entry in entries_of(model).items():
-        if name in buffers:
-            decisions[name] = Decision(PartitionSpec(), "a buffer")
-            continue
-        made, more = Decision(PartitionSpec(), ""), fsdp
+    tables, split = tables_of(model), dict[str, Decision]()
+    for name, entry in model.named_parameters(remove_duplicate=False):
         if ep and id(entry) in experts:
-            made = _by_experts(entry, ep, mesh)
-            more = tuple(axis for axis in names_of(fsdp or ()) if axis not in names_of(ep)) or None
-        elif tp is not None:
+            split[name] = _by_experts(entry, ep, mesh)
+        elif tp is None:
+            split[name] = Decision(PartitionSpec(), "")
+        elif name in roles:  # all but those of adapters
             made = _by_features(entry, roles[name], tp, mesh)
             if made.fault and roles[name].is_vocabulary:
                 made = _padded(made, entry, roles[name], tp=tp, mesh=mesh, asked=pad_vocab)
             if made.fault and roles[name].side == "column":
                 tables |= {id(entry)}  # by its features too: if it is fused, its parts are rows
-        decisions[name] = made if more is None else by_shape(made, entry, more, mesh, kernels=kernels, tables=tables)
-    return decisions
+            split[name] = made
+    return completed(model, split, mesh, fsdp=fsdp, tables=tables)
 
 
 def _by_experts(entry: torch.Tensor, ep: Axes, mesh: Mesh) -> Decision:
@@ -360,13 +389,10 @@ def _by_experts(entry: torch.Tensor, ep: Axes, mesh: Mesh) -> Decision:
 def _by_features(entry: torch.Tensor, role: Role, tp: Axes, mesh: Mesh) -> Decision:
     if role.dim is None:
         return Decision(PartitionSpec(), role.reason)
-    fault = find_uneven(entry, role.dim, tp, mesh, pieces=role.pieces)
-    if not fault and role.heads % (size_of(tp, mesh) * role.pieces):
-        fault = f"{role.heads // role.pieces} heads are not a multiple of {with_sizes(tp, mesh)}, and would be cut"
-    if fault:
+    if fault := find_uneven(entry, role.dim, tp, mesh, pieces=role.pieces, heads=role.heads):
         return Decision(PartitionSpec(), role.reason, fault)
     form = Pieces(role.pieces, dim=role.dim) if role.pieces > 1 else None
-    return Decision(_along(role.dim, entry.ndim, tp), role.reason, form=form)
+    return Decision(along(role.dim, entry.ndim, tp), role.reason, form=form)
 
 
 def _padded(whole: Decision, entry: torch.Tensor, role: Role, *, tp: Axes, mesh: Mesh, asked: PadVocab) -> Decision:
@@ -378,34 +404,4 @@ def _padded(whole: Decision, entry: torch.Tensor, role: Role, *, tp: Axes, mesh:
     spared, added = num_words - share, form.size - num_words
     if asked is False or (asked == "auto" and spared <= added):
         return whole
-    return Decision(_along(dim, entry.ndim, tp), f"{role.reason}, padded to {form.size}", form=form)
-
-
-def _along(dim: int, ndim: int, axes: Axes) -> PartitionSpec:
-    return PartitionSpec(*(axes if at == dim else None for at in range(ndim)))
-
-
-def by_shape(
-    made: Decision,
-    entry: torch.Tensor,
-    fsdp: Axes,
-    mesh: Mesh,
-    *,
-    kernels: Collection[int] = (),
-    tables: Collection[int] = (),
-) -> Decision:
-    """The decision with one more split, for storage: none of what is small, nor of a kernel's own dims.
-
-    A table is split by its features: each device then looks up its own of all rows of the batch, and has the others of
-    its rows sent; by its words, it would hold all features of all rows, to be summed over the devices.
-    """
-    if entry.ndim < 2 and entry.numel() < SMALL:
-        return made if made.reason else Decision(made.spec, "a small vector")
-    shape = entry.shape if made.form is None else made.form.split_shape(entry.shape)
-    shape = shape[:2] if id(entry) in kernels else shape
-    spec = add_axis(made.spec, shape, fsdp, mesh, last_first=id(entry) in tables)
-    why = [f"fully sharded over {'+'.join(names_of(fsdp))}"] if spec is not None else []
-    fault = "" if spec is not None else f"no dim of {tuple(entry.shape)} is a multiple of {with_sizes(fsdp, mesh)}"
-    reason = "; ".join(filter(None, (made.reason, *why)))
-    faults = "; ".join(filter(None, (made.fault, fault)))
-    return Decision(made.spec if spec is None else spec, reason, faults, made.form)
+    return Decision(along(dim, entry.ndim, tp), f"{role.reason}, padded to {form.size}", form=form)

@@ -9,7 +9,7 @@ by its vocabulary. Whatever the choice, the numbers are the same.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,11 +20,12 @@ from torch_shard._plans.layers import (
     LORA,
     Product,
     base_of,
+    count_heads,
     experts_of,
-    head_width,
     is_norm,
     is_table,
     layers_of,
+    parent_of,
     product_of,
 )
 
@@ -65,7 +66,7 @@ class Role:
         dim: The dim that is split; None if it stays whole.
         reason: Why.
         side: Of a product: how it is split.
-        heads: The split dim holds so many heads, which are better not cut; 0 if it is not known to hold any.
+        heads: Each piece holds so many heads, which are better not cut; 0 if it is not known to hold any.
         pieces: The split dim is so many pieces, of which each device is to have its part: of a fused projection.
         is_vocabulary: The split dim has as many rows as the table of words, and may be padded.
     """
@@ -79,88 +80,24 @@ class Role:
 
 
 def roles_of(model: nn.Module) -> dict[str, Role]:
-    """The role of each parameter, by name; all names of a tie have one."""
-    most_rows = max((p.shape[0] for _, m in layers_of(model) if is_table(m) for p in m.parameters()), default=0)
-    sides = _Sides(model)
-    found: dict[str, Role] = {}
+    """The role of each parameter, by name; adapters have none, for they follow their base layer."""
+    reader, found = _Reader(model), dict[str, Role]()
     for path, layer in layers_of(model):
-        prefix = f"{path}." if path else ""
-        found |= {prefix + name: role for name, role in _roles(path, layer, sides, most_rows)}
-    by_tensor: dict[int, Role] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        if name in found:
-            role = found[name]
-            by_words = role.dim is not None and p.shape[role.dim] == most_rows
-            by_tensor.setdefault(id(p), replace(role, is_vocabulary=by_words))
-    return {name: by_tensor[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+        for name, p in layer.named_parameters(recurse=False) if LORA not in path else ():
+            role = reader.role(path, layer, name, p)
+            by_words = role.dim is not None and p.shape[role.dim] == reader.most_rows
+            found[f"{path}.{name}" if path else name] = replace(role, is_vocabulary=by_words)
+    return found
 
 
-def _roles(path: str, layer: nn.Module, sides: "_Sides", most_rows: int) -> Iterator[tuple[str, Role]]:
-    held = dict(layer.named_parameters(recurse=False))
-    if LORA in path:
-        yield from _of_adapter(path, held, sides)
-    elif experts := experts_of(layer):
-        yield from _of_experts(layer, experts)
-        yield from ((name, Role(None, "one value for each expert")) for name in held if name not in experts)
-    elif (product := product_of(layer)) is not None:
-        yield from _of_product(path, product, held, sides)
-    elif isinstance(layer, nn.MultiheadAttention):
-        pieces = {"in_proj_weight": 3, "in_proj_bias": 3, "q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1}
-        why = f"column: {layer.num_heads} heads"
-        for name in held:
-            num = pieces.get(name, 0)  # none: the bias of keys and values that are added to all others
-            yield name, Role(0, why, "column", num * layer.num_heads, num) if num else Role(None, "small", "column")
-    elif is_table(layer):
-        for name, p in held.items():
-            is_large = 4 * p.shape[0] >= most_rows
-            why = "an embedding, by its vocabulary" if is_large else f"a table of {p.shape[0]} rows"
-            yield name, Role(0 if is_large else None, why)
-    elif is_norm(layer) or "Router" in type(layer).__name__:
-        yield from ((name, Role(None, "a norm" if is_norm(layer) else ROUTER)) for name in held)
-    else:
-        why = f"no rule of tensor parallelism for {type(layer).__name__}"
-        yield from ((name, Role(None, why)) for name in held)
-
-
-def _of_product(
-    path: str, product: Product, held: Mapping[str, torch.Tensor], sides: "_Sides"
-) -> Iterator[tuple[str, Role]]:
-    side, why = sides.of(path)
-    heads = sides.heads(path) if side != "whole" else 0
-    pieces = sides.pieces(path) if side == "column" else 1
-    for name, p in held.items():
-        if name == "weight":
-            dim = {"column": product.out_dim, "row": product.in_dim, "whole": None}[side]
-            yield name, Role(dim, why, side, heads, pieces)
-        elif side == "column" and p.shape == (product.num_out,):
-            yield name, Role(0, f"bias of a {why}", side, heads, pieces)
-        else:
-            yield name, Role(None, "added once, after the sum" if side == "row" else f"of a {why}", side)
-
-
-def _of_adapter(path: str, held: Mapping[str, torch.Tensor], sides: "_Sides") -> Iterator[tuple[str, Role]]:
-    """LoRA (Hu et al., 2021): the factor beside the split dim of the base layer is split as that is."""
-    side, _ = sides.of(base_of(path))
-    is_first = f"{LORA}A." in f"{path}."
-    dim = 1 if (side, is_first) == ("row", True) else 0 if (side, is_first) == ("column", False) else None
-    pieces = sides.pieces(base_of(path)) if dim == 0 else 1
-    for name, p in held.items():
-        split, turn = dim if p.ndim == 2 else None, "column" if dim == 0 else "row" if dim == 1 else "whole"
-        heads = 0 if split is None else sides.heads(path)
-        yield name, Role(split, f"LoRA of a {side} layer", turn, heads, 1 if split is None else pieces)
-
-
-def _of_experts(layer: nn.Module, experts: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Role]]:
+def _of_experts(layer: nn.Module, experts: Mapping[str, torch.Tensor], name: str) -> Role:
     """The inner features of each expert: rows of what leads in, columns of what leads out."""
     leading_out = {name for name in experts if any(word in name for word in ("down", "w2", "out"))}
-    transposed = _is_transposed(layer, experts, leading_out)
-    for name, p in experts.items():
-        leads_out = name in leading_out
-        if p.ndim == 3:
-            dim = 2 if leads_out != transposed else 1
-            yield name, Role(dim, "experts: " + ("a row" if leads_out else "a column") + " layer for each")
-        else:
-            yield name, Role(None if leads_out or p.ndim < 2 else 1, "experts: a bias for each")
+    leads_out, ndim = name in leading_out, experts[name].ndim
+    if ndim == 3:
+        dim = 2 if leads_out != _is_transposed(layer, experts, leading_out) else 1
+        return Role(dim, "experts: " + ("a row" if leads_out else "a column") + " layer for each")
+    return Role(None if leads_out or ndim < 2 else 1, "experts: a bias for each")
 
 
 def _is_transposed(layer: nn.Module, experts: Mapping[str, torch.Tensor], leading_out: Collection[str]) -> bool:
@@ -173,25 +110,56 @@ def _is_transposed(layer: nn.Module, experts: Mapping[str, torch.Tensor], leadin
     return into[1] == out[2]
 
 
-class _Sides:
-    """How each product of a model is split."""
+class _Reader:
+    """How each parameter of a model is split, by the products around it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self.most_rows = max(
+            (p.shape[0] for _, m in layers_of(model) if is_table(m) for p in m.parameters()), default=0
+        )
         self._products = {base_of(n): p for n, m in layers_of(model) if LORA not in n and (p := product_of(m))}
         self._turn: dict[str, int] = {}
-        for _, group in itertools.groupby(self._products, lambda path: path.rpartition(".")[0]):
+        for _, group in itertools.groupby(self._products, parent_of):
             alike = [p for p in group if self._products[p].num_in == self._products[p].num_out]
             self._turn |= {path: number for number, path in enumerate(alike)}
         self._before = dict(itertools.pairwise(reversed(self._products)))
         self._of_input = _at_inputs(self._products)
 
-    def of(self, path: str) -> tuple[Side, str]:
-        """The side, and why in the words of a noun phrase."""
-        path = base_of(path)
-        product = self._products.get(path)
-        if product is None:
-            return "whole", "layer that is no product"
+    def role(self, path: str, layer: nn.Module, name: str, p: torch.Tensor) -> Role:
+        """What a parameter is in its layer."""
+        if experts := experts_of(layer):
+            return _of_experts(layer, experts, name) if name in experts else Role(None, "one value for each expert")
+        if product_of(layer) is not None:
+            return self._of_product(base_of(path), name, p)
+        if isinstance(layer, nn.MultiheadAttention):
+            num = 3 if name in ("in_proj_weight", "in_proj_bias") else int(name.endswith("_proj_weight"))
+            if not num:  # the bias of keys and values that are added to all others
+                return Role(None, "small", "column")
+            return Role(0, f"column: {layer.num_heads} heads", "column", layer.num_heads, num)
+        if is_table(layer):
+            is_large = 4 * p.shape[0] >= self.most_rows
+            why = "an embedding, by its vocabulary" if is_large else f"a table of {p.shape[0]} rows"
+            return Role(0 if is_large else None, why)
+        if is_norm(layer) or "Router" in type(layer).__name__:
+            return Role(None, "a norm" if is_norm(layer) else ROUTER)
+        return Role(None, f"no rule of tensor parallelism for {type(layer).__name__}")
+
+    def _of_product(self, path: str, name: str, p: torch.Tensor) -> Role:
+        side, why = self._side(path)
+        product = self._products[path]
+        pieces = self._pieces(path) if side == "column" else 1
+        heads = self._heads(path, side) // pieces if side != "whole" else 0
+        if name == "weight":
+            dim = {"column": product.out_dim, "row": product.in_dim, "whole": None}[side]
+            return Role(dim, why, side, heads, pieces)
+        if side == "column" and p.shape == (product.num_out,):
+            return Role(0, f"bias of a {why}", side, heads, pieces)
+        return Role(None, "added once, after the sum" if side == "row" else f"of a {why}", side)
+
+    def _side(self, path: str) -> tuple[Side, str]:
+        """How a product is split, and why in the words of a noun phrase."""
+        product = self._products[path]
         words = [word for word in path.split(".") if not word.isdigit()]
         name, pair = ".".join(words[-1:]), ".".join(words[-2:])
         if name in LOW_RANK or name in ROUTERS:
@@ -217,29 +185,26 @@ class _Sides:
         each of them would have to gather.
         """
         before = self._before.get(path)
-        if before is None or self._products[path].is_kernel or _parent(before) == _parent(path):
+        if before is None or self._products[path].is_kernel or parent_of(before) == parent_of(path):
             return False
-        return self._products[before].num_out == self._products[path].num_in and self.of(before)[0] == "row"
+        return self._products[before].num_out == self._products[path].num_in and self._side(before)[0] == "row"
 
-    def pieces(self, path: str) -> int:
+    def _pieces(self, path: str) -> int:
         """So many projections are in one."""
-        product, name = self._products.get(base_of(path)), base_of(path).rpartition(".")[2]
-        if product is None or product.groups > 1:
-            return 1
+        product, name = self._products[path], path.rpartition(".")[2]
         if name == "gate_up_proj":
             return 2 if product.num_out % 2 == 0 else 1
-        times = product.num_out // product.num_in if name in FUSED and product.num_out % product.num_in == 0 else 1
+        is_whole = name in FUSED and product.groups == 1 and product.num_out % product.num_in == 0
+        times = product.num_out // product.num_in if is_whole else 1
         return times if times in (2, 3) else 1
 
-    def heads(self, path: str) -> int:
+    def _heads(self, path: str, side: Side) -> int:
         """So many heads are in the split dim; 0 if none are known."""
-        product = self._products[base_of(path)]
-        parent = self._model.get_submodule(base_of(path).rpartition(".")[0])
-        split = product.num_out if self.of(path)[0] == "column" else product.num_in
+        product, (parent, _, name) = self._products[path], path.rpartition(".")
         if product.groups > 1:
             return product.groups
-        width = head_width(parent, product)
-        return split // width if width and split % width == 0 else 0
+        length = product.num_out if side == "column" else product.num_in
+        return count_heads(self._model.get_submodule(parent), name, product, length)
 
 
 def _at_inputs(products: Mapping[str, Product]) -> frozenset[str]:
@@ -253,7 +218,9 @@ def _at_inputs(products: Mapping[str, Product]) -> frozenset[str]:
         if product.is_kernel and product.groups == 1 and product.num_in not in made:
             first[path] = product
         made.add(product.num_out)
-    pairs = [pair for pair in itertools.pairwise(products) if pair[0] in first and _parent(pair[0]) == _parent(pair[1])]
+    pairs = [
+        pair for pair in itertools.pairwise(products) if pair[0] in first and parent_of(pair[0]) == parent_of(pair[1])
+    ]
     second = [path for before, path in pairs if _takes(products[path], first[before])]
     return frozenset({*first, *second})
 
@@ -261,7 +228,3 @@ def _at_inputs(products: Mapping[str, Product]) -> frozenset[str]:
 def _takes(convolution: Product, before: Product) -> bool:
     """Whether it may be a convolution of what another gives."""
     return convolution.is_kernel and convolution.groups == 1 and convolution.num_in == before.num_out
-
-
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]

@@ -17,7 +17,7 @@ from torch import nn
 
 from torch_shard._common.caller import caller
 from torch_shard._plans.decisions import Axes, Decision, names_of, places_with_globs
-from torch_shard._plans.layers import LORA, experts_of, is_norm, is_table, layers_of, product_of
+from torch_shard._plans.layers import experts_of, is_norm, is_table, layers_of, parent_of, product_of
 from torch_shard._plans.roles import roles_of
 from torch_shard._sharding import Padded, axes_of
 
@@ -46,9 +46,9 @@ def sequence_constraints(
     sharded = {
         name.removesuffix(".weight") for name, made in decisions.items() if set(names_of(tp)) <= set(axes_of(made.spec))
     }
-    stream = _Stream(model, blocks, sharded)
-    found = dict.fromkeys(stream.split(), split) | dict.fromkeys(stream.whole(), whole)
-    found |= dict.fromkeys(stream.inner(), inner)
+    found: dict[str, PartitionSpec] = {}
+    for places, spec in zip(_places(model, blocks, sharded), (split, whole, inner), strict=True):
+        found |= dict.fromkeys(places, spec)
     padded = [name.removesuffix(".weight") for name, made in decisions.items() if isinstance(made.form, Padded)]
     found = {place: spec for place, spec in found.items() if place not in padded or spec != inner}  # has torch's words
     return places_with_globs(found, model)
@@ -75,70 +75,51 @@ def _norms_within(block: nn.Module) -> bool:
     return any(is_norm(part) for child in block.children() for part in child.children())
 
 
-class _Stream:
-    """The places of a residual stream: names of modules, and of arguments of their `forward`."""
+def _places(
+    model: nn.Module, blocks: Mapping[str, nn.Module], sharded: Collection[str]
+) -> tuple[list[str], list[str], list[str]]:
+    """Where the stream is split along its sequence, where layers need all of it, and where features are split.
 
-    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], sharded: Collection[str]) -> None:
-        self._model, self._blocks = model, blocks
-        self._roles = {n.removesuffix(".weight"): r for n, r in roles_of(model).items() if n.endswith(".weight")}
-        self._moe = [_parent(path) for path, layer in layers_of(model) if experts_of(layer)]
-        self._attention = [path for path, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)]
-        self._rows, self._columns = (
-            [path for path in self._products(side) if path in sharded] for side in ("row", "column")
-        )
-        num_words = {p.shape[0] for path in self._vocabularies() for p in model.get_submodule(path).parameters()}
-        products = {path: product for path, layer in layers_of(model) if (product := product_of(layer)) is not None}
-        heads = [path for path in products if path in sharded and not _is_in(path, blocks)]
-        self._heads = [path for path in heads if products[path].num_out in num_words]
-
-    def split(self) -> list[str]:
-        """Where it is split along the sequence."""
-        around = {_parent(_parent(path)) for path in self._blocks}
-        norms = [path for path, layer in self._model.named_modules() if is_norm(layer)]
-        return [
-            *self._vocabularies(),
-            *(path for path in norms if _parent(path) in around or _parent(path) in self._blocks),
-            *self._rows,
-            *(f"{path}:return.0" for path in self._attention),
-        ]
-
-    def whole(self) -> list[str]:
-        """Where layers need all of it."""
-        found = [self._input(path) for path in (*self._heads, *self._moe)]
-        for parent in dict.fromkeys(map(_parent, self._columns)):
-            siblings = [path for path in self._columns if _parent(path) == parent]
-            if len(siblings) == 1:
-                found.append(self._input(siblings[0]))
-            elif parent not in self._blocks:  # one gather for all of them, and one sum of their gradients
-                found.append(self._input(parent))
-        return found
-
-    def inner(self) -> list[str]:
-        """Where features are split, between a column and a row layer."""
-        return [*self._columns, *self._heads, *map(self._input, self._rows)]
-
-    def _products(self, side: str) -> list[str]:
-        """Of one side, in blocks; not those of experts, to whom tokens come in one row."""
-        asked = [path for path, role in self._roles.items() if role.side == side and LORA not in path]
-        within = [path for path in asked if _is_in(path, self._blocks)]
-        return [path for path in within if not _is_in(path, [*self._moe, *self._attention])]
-
-    def _vocabularies(self) -> list[str]:
-        """The tables of tokens, which begin the stream: those that the model names, or that have the most rows."""
-        with contextlib.suppress(AttributeError, NotImplementedError):  # of transformers, where a model has some
-            table = cast(Any, self._model).get_input_embeddings()
-            if is_table(table):
-                return [path for path, m in self._model.named_modules() if m is table]
-        rows = {path: p.shape[0] for path, m in layers_of(self._model) if is_table(m) for p in m.parameters()}
-        return [path for path, num in rows.items() if num == max(rows.values())]
-
-    def _input(self, path: str) -> str:
-        first = next(iter(inspect.signature(self._model.get_submodule(path).forward).parameters))
-        return f"{path}:{first}"
+    Places are names of modules, and of arguments of their `forward`.
+    """
+    layers, roles = dict(layers_of(model)), roles_of(model)
+    moe = [parent_of(path) for path, layer in layers.items() if experts_of(layer)]
+    attention = [path for path, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
+    others = [*moe, *attention]  # to experts tokens come in one row
+    sides = {path: roles[f"{path}.weight"].side for path in layers if f"{path}.weight" in roles and path in sharded}
+    within = {path: side for path, side in sides.items() if _is_in(path, blocks) and not _is_in(path, others)}
+    rows, columns = ([path for path, side in within.items() if side == asked] for asked in ("row", "column"))
+    vocabularies = _vocabularies(model)
+    num_words = {p.shape[0] for path in vocabularies for p in model.get_submodule(path).parameters()}
+    outer = {path: product_of(layers[path]) for path in sides if not _is_in(path, blocks)}
+    heads = [path for path, product in outer.items() if product is not None and product.num_out in num_words]
+    around = {*blocks, *(parent_of(parent_of(path)) for path in blocks)}
+    norms = [path for path, module in model.named_modules() if is_norm(module) and parent_of(path) in around]
+    split = [*vocabularies, *norms, *rows, *(f"{path}:return.0" for path in attention)]
+    whole = [*heads, *moe]
+    for parent in dict.fromkeys(map(parent_of, columns)):
+        siblings = [path for path in columns if parent_of(path) == parent]
+        if len(siblings) == 1:
+            whole += siblings
+        elif parent not in blocks:  # one gather for all of them, and one sum of their gradients
+            whole.append(parent)
+    return split, _inputs(model, whole), [*columns, *heads, *_inputs(model, rows)]
 
 
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]
+def _inputs(model: nn.Module, paths: Iterable[str]) -> list[str]:
+    """The first arguments of modules."""
+    signatures = ((path, inspect.signature(model.get_submodule(path).forward)) for path in paths)
+    return [f"{path}:{next(iter(signature.parameters))}" for path, signature in signatures]
+
+
+def _vocabularies(model: nn.Module) -> list[str]:
+    """The tables of tokens, which begin the stream: those that the model names, or that have the most rows."""
+    with contextlib.suppress(AttributeError, NotImplementedError):  # of transformers, where a model has some
+        table = cast(Any, model).get_input_embeddings()
+        if is_table(table):
+            return [path for path, module in model.named_modules() if module is table]
+    rows = {path: p.shape[0] for path, layer in layers_of(model) if is_table(layer) for p in layer.parameters()}
+    return [path for path, num in rows.items() if num == max(rows.values())]
 
 
 def _is_in(path: str, places: Iterable[str]) -> bool:

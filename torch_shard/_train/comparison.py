@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import jax
 import numpy as np
 import torch
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from rich.table import Table
 from torch.utils import _pytree as torch_pytree
@@ -24,6 +25,7 @@ from torch_shard._common.printed import InNotebooks, printed
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_number
 from torch_shard._device import to_cpu
+from torch_shard._sharding import describe_mesh
 
 logger = logging.getLogger(__name__)
 
@@ -173,6 +175,19 @@ def differences(reference: Sequence[Values], one: Sequence[Values] | None, mesh:
         )
         for key in {**reference[-1], **mesh[-1]}
     ]
+
+
+def compared(
+    rows: Iterable[Difference], reference: str, mesh: Mesh, tolerance: float, losses: Iterable[float]
+) -> Comparison:
+    """The table of these rows."""
+    ordered = tuple(sorted(rows, key=lambda row: -row.worst))
+    return Comparison(ordered, reference, f"mesh {describe_mesh(mesh)}", tolerance, tuple(losses))
+
+
+def losses_in(reference: Sequence[Values]) -> list[float]:
+    """The loss of each step."""
+    return [float(values["loss", "loss"]) for values in reference]
 
 
 def precision_of(model: torch.nn.Module, compute_dtype: torch.dtype | None) -> torch.dtype:

@@ -20,9 +20,10 @@ from jax.sharding import Sharding
 from torch_shard._capture import MetricCalls
 from torch_shard._common.pieces import whole
 from torch_shard._common.types import PyTree
+from torch_shard._device import to_cpu
 from torch_shard._hosts import follow
 from torch_shard._loss import CALLS, LossProgram
-from torch_shard._sharding import Stacks, constrain_stacks, describe_mesh
+from torch_shard._sharding import Stacks, constrain_stacks
 from torch_shard._state import TrainState
 from torch_shard._train.comparison import (
     ROUNDING,
@@ -30,6 +31,7 @@ from torch_shard._train.comparison import (
     Difference,
     Values,
     array_of,
+    compared,
     differences,
     in_float64,
     numbers_of,
@@ -37,7 +39,7 @@ from torch_shard._train.comparison import (
     told_apart,
 )
 from torch_shard._train.placing import ShardedBatch
-from torch_shard._train.replay import Replay, cpu_model, host_batch
+from torch_shard._train.replay import Replay, cpu_model
 from torch_shard._train.step import Step
 
 if TYPE_CHECKING:
@@ -84,9 +86,12 @@ class GradientStep(Step):
         return self.programs[-1].num_draws
 
     def on_host(self, placed: ShardedBatch) -> list[torch.Tensor]:
-        """The leaves of the whole batch on the CPU as torch has them; every process must ask for them."""
+        """The leaves of the whole batch on the CPU as torch has them, for JAX may hold 64 bits in 32.
+
+        Every process must ask for them.
+        """
         arrays = jax.jit(lambda arrays: arrays, out_shardings=self.replicated)(placed.arrays)
-        return host_batch(arrays, placed)
+        return [to_cpu(array).to(spec.dtype) for array, spec in zip(arrays, placed.signature.specs, strict=True)]
 
     def microbatches(self, placed: ShardedBatch) -> list[PyTree]:
         """The batch, or the microbatches of it, with CPU tensors."""
@@ -102,13 +107,8 @@ def prove(step: "TrainStep", state: TrainState, batch: PyTree, skip_grad_norm: f
         rows = told_apart(rows, tolerance, lambda: _wide(step, state, placed), functools.partial(_again, step))
     rows += _updates(step, state, placed, skip_grad_norm)
     drawn = bool(step.gradient_step.num_draws)
-    return Comparison(
-        rows=tuple(sorted(rows, key=lambda row: -row.worst)),
-        reference="eager torch" + ", which drew the random numbers of the step" * drawn,
-        mesh=f"mesh {describe_mesh(step.mesh)}",
-        tolerance=tolerance,
-        losses=tuple(row.size for row in rows if row.kind == "loss"),
-    )
+    reference = "eager torch" + ", which drew the random numbers of the step" * drawn
+    return compared(rows, reference, step.mesh, tolerance, [row.size for row in rows if row.kind == "loss"])
 
 
 def _rows(step: "TrainStep", state: TrainState, placed: ShardedBatch) -> list[Difference]:
@@ -125,8 +125,7 @@ def _rows(step: "TrainStep", state: TrainState, placed: ShardedBatch) -> list[Di
     found = numbers_of(out["loss"], out["metrics"]) | _named("gradient", out["grads"]) | _named("buffer", buffers)
     replay = Replay(step, state, placed)
     wanted = replay.run(out["grads"])
-    held = {**dict(replay.model.named_parameters()), **dict(replay.model.named_buffers())}
-    return differences([wanted | _named("buffer", {name: held[name] for name in buffers})], None, [found])
+    return differences([wanted | _named("buffer", replay.held(buffers))], None, [found])
 
 
 def _named(kind: str, values: Mapping[str, jax.Array | torch.Tensor]) -> Values:

@@ -4,8 +4,7 @@
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
@@ -15,7 +14,7 @@ from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture import MetricCalls, Precision
 from torch_shard._common.types import PyTree
-from torch_shard._device import ReplayRNG, to_cpu
+from torch_shard._device import ReplayRNG
 from torch_shard._loss import split_loss
 from torch_shard._lowering import world_of_one
 from torch_shard._state import TrainState
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Replay:
-    """A step from a state, in eager torch; iterate over it to run its microbatches, forward and then backward.
+    """A step from a state, in eager torch; iterate over it for its microbatches, to run each forward and then backward.
 
     Gradients add up in `model`, and its buffers go from one microbatch to the next, as in the step. Every process must
     make one, and gets all of the values.
@@ -55,45 +54,39 @@ class Replay:
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __iter__(self) -> Iterator["MicrobatchRun"]:
+    def __iter__(self) -> Iterator[PyTree]:
         for number, batch in enumerate(self.batches):
             key = self._key if len(self) == 1 else jax.random.fold_in(self._key, number)
             with ReplayRNG(key if self.num_draws else None).active():
-                yield MicrobatchRun(self._step, self.model, batch, len(self), self._precision)
+                yield batch
+
+    def forward(self, batch: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
+        """The loss and metrics of a microbatch."""
+        with self._precision.active("cpu"), MetricCalls().noted(), world_of_one():
+            return split_loss(self._step.loss_fn(self.model, batch))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the part of the gradients that a microbatch has."""
+        (loss / len(self)).backward()
+
+    def held(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """These parameters and buffers of the model."""
+        held = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        return {name: held[name] for name in names}
 
     def run(self, trained: Iterable[str]) -> Values:
         """Run all of it, and give the loss, the metrics and the gradients of these parameters."""
         losses, metrics = list[torch.Tensor](), list[PyTree]()
-        for part in self:
-            loss, found = part.forward()
-            part.backward(loss)
+        for batch in self:
+            loss, found = self.forward(batch)
+            self.backward(loss)
             losses.append(loss.detach())
             metrics.append(found)
         own = metrics[0] if len(self) == 1 else jax.tree.map(_together, *metrics)
-        held = {name: self.model.get_parameter(name) for name in trained}
-        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in held.items()}
+        held = self.held(trained).items()
+        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in held}
         numbers = numbers_of(torch.stack(losses).mean(), own)
         return numbers | {("gradient", name): array_of(grad) for name, grad in grads.items()}
-
-
-@dataclasses.dataclass
-class MicrobatchRun:
-    """One of `num` microbatches of a replay."""
-
-    step: "TrainStep"
-    model: nn.Module
-    batch: PyTree
-    num: int
-    precision: Precision
-
-    def forward(self) -> tuple[torch.Tensor, dict[str, PyTree]]:
-        """Its loss and metrics."""
-        with self.precision.active("cpu"), MetricCalls().noted(), world_of_one():
-            return split_loss(self.step.loss_fn(self.model, self.batch))
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Add its part of the gradients."""
-        (loss / self.num).backward()
 
 
 class ModuleCalls:
@@ -137,11 +130,6 @@ def cpu_model(step: "TrainStep", state: TrainState) -> nn.Module:
         for hook in (parameter._backward_hooks or {}).values():
             copy.get_parameter(name).register_hook(hook)  # which a copy loses
     return copy
-
-
-def host_batch(arrays: Sequence[jax.Array], placed: ShardedBatch) -> list[torch.Tensor]:
-    """The leaves of a batch on the mesh as torch has them: JAX may hold 64 bits in 32."""
-    return [to_cpu(array).to(spec.dtype) for array, spec in zip(arrays, placed.signature.specs, strict=True)]
 
 
 def tensors_of(values: PyTree) -> list[torch.Tensor]:

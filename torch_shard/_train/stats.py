@@ -141,8 +141,8 @@ def stats_of(step: "TrainStep", state: TrainState, placed: ShardedBatch) -> Step
         if outputs[0].requires_grad:
             outputs[0].register_hook(arrived)
 
-    for part in replay:
+    for microbatch in replay:
         with ModuleCalls(replay.model, left).active():
-            loss, _ = part.forward()
-        part.backward(loss)
+            loss, _ = replay.forward(microbatch)
+        replay.backward(loss)
     return StepStats(tuple(rows))
