@@ -11,16 +11,19 @@ import re
 import sys
 import threading
 import time
-from typing import Any, Protocol
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import jax
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from torch_shard._common.caller import caller
 from torch_shard._hosts.data import pack, unpack
-from torch_shard._hosts.judge import TOGETHER, Judge, News, Status, standing, waits_in
-from torch_shard._hosts.neighbours import Neighbours
-from torch_shard._hosts.times import Times
+from torch_shard._hosts.judge import TOGETHER, Judge, News, Status, Times, standing, waits_in
+
+if TYPE_CHECKING:
+    from torch_shard._hosts.stopping import Gate
 
 STATUS = 75
 """With which a process ends whose peer has failed: EX_TEMPFAIL of sysexits.h, "try again"."""
@@ -29,22 +32,6 @@ LOST = "the connection to it is lost (killed, or out of memory?)"
 
 class PeerError(RuntimeError):
     """Another process has failed, or does not come: what this one waits for will never be."""
-
-
-class Loop(Protocol):
-    """A loop that can be stopped at one step in all processes; see `stopping.py`."""
-
-    number: int
-    wanted: str | None
-    reason: tuple[int, str] | None
-
-    def pause(self) -> int:
-        """Say how far it is, and let it go no further until `resume_until`."""
-        ...
-
-    def resume_until(self, at: int | None, rank: int, reason: str) -> None:
-        """Go on, to this position."""
-        ...
 
 
 class _Exchange:
@@ -67,28 +54,30 @@ class Peers:
         dying: Whether an error that nobody caught ends this one.
         saved: Whether all have stopped at one step, so that it waits for nobody any more.
         running: What the last program gives, perhaps not yet computed.
-        loop: The loop that is under way.
+        loop: That of `fit` which is under way.
         heard: When the store gave the last answer.
         closing: Whether this process is at its orderly end.
         exit_at: When it is ended, where its end is hopeless, and with which status.
     """
 
-    def __init__(self, store: TCPStore, prefix: str, neighbours: Neighbours, times: Times) -> None:
-        self.rank, self.num, self.times = neighbours.rank, neighbours.num, times
+    def __init__(
+        self, store: TCPStore, prefix: str, rank: int, num: int, times: Times, neighbours: Mapping[int, int]
+    ) -> None:
+        self.rank, self.num, self.times = rank, num, times
         self.status, self.patience = Status(), times.wait
         self.failure: tuple[int, str] | None = None
         self.ended: dict[int, str] = {}
         self.failed = self.told = self.dying = self.saved = self.closing = False
         self.running: jax.Array | None = None
-        self.loop: Loop | None = None
+        self.loop: Gate | None = None
         self.heard = time.monotonic()
         self.exit_at: tuple[float, int] | None = None
         self._store: Any = store  # whose annotations have text alone, where it takes bytes
-        self._prefix, self._neighbours = prefix, neighbours
-        self._judge = Judge(self.num, times) if self.rank == 0 else None
+        self._prefix, self._neighbours = prefix, neighbours  # numbers of processes of this host, by rank
+        self._judge = Judge(num, times) if rank == 0 else None
         self._number, self._one_at_a_time = 0, threading.Lock()
         self._exchange: _Exchange | None = None
-        self._awake, self._is_new, self._over_is_said = threading.Event(), True, False
+        self._awake, self._is_new = threading.Event(), True
         self._thread = threading.Thread(target=self._talk, name="torch_shard peers", daemon=True)
         self._thread.start()
 
@@ -124,9 +113,8 @@ class Peers:
 
     def ask_stop(self, loop: int, reason: str) -> None:
         """Ask for a stop of a loop in all processes."""
-        if str(loop) not in self.status.asks:
-            self.status.asks = {**self.status.asks, str(loop): reason}
-            self._say()
+        self.status.asks = {loop: reason, **self.status.asks}
+        self._say()
 
     def fail(self, error: BaseException) -> None:
         """Let all others know that this process has failed, and will come to nothing more.
@@ -147,17 +135,13 @@ class Peers:
         if self.closing:
             return
         self.status.over = self.status.over or ("ended", "it came to its end")
-        self._say()
-        until = time.monotonic() + 1.0
-        while not self._over_is_said and time.monotonic() < until:
-            time.sleep(0.01)
         if self.failed or self.failure is not None:
             # JAX's own end waits for all processes, minutes long
             self.exit_at = time.monotonic() + self.times.grace, 1 if self.failed else STATUS
         self.close()
 
     def close(self) -> None:
-        """End the thread, which the end of Python must not meet within the store."""
+        """End the thread, which the end of Python must not meet within the store; its last word is how this ends."""
         self.closing = True
         self._awake.set()
         self._thread.join(2.0)
@@ -180,6 +164,8 @@ class Peers:
                     self._beat(now)
                 pause = min(2 * pause, 0.05) if self._carry() else 0.001
                 self.heard = time.monotonic()
+            if self.status.over is not None:
+                self._beat(time.monotonic())
         except Exception as error:  # process 0 is gone, and the store with it
             if not self.closing and 0 not in self.ended:
                 self.failure = self.failure or (0, f"{LOST}: {type(error).__name__}")
@@ -187,37 +173,30 @@ class Peers:
                 os.write(2, "torch_shard: process {} failed: {}\n".format(*self.failure).encode())
 
     def _beat(self, now: float) -> None:
-        if self.loop is not None and self.loop.wanted is not None:
-            self.ask_stop(self.loop.number, self.loop.wanted)
         self.status.count += 1
-        self.status.misses = self._neighbours.gone()
-        is_over = self.status.over is not None
-        self._store.set(self._key("of", self.rank), self.status.text())
-        if self._judge is None:
-            self._take(News.of_text(self._store.get(self._key("news"))))
-            self._over_is_said = is_over
-            return
-        keys = [self._key("of", rank) for rank in range(self.num)]
-        self._judge.look([Status.of_text(text) for text in self._store.multi_get(keys)], now)
-        self._store.set(self._key("news"), self._judge.news.text())
-        while self._judge.refused:
-            number, why = self._judge.refused.popitem()
-            self._store.compare_set(self._key("exchange", number, "all"), "", pack(["error", why]))
-        self._take(self._judge.news)
-        self._over_is_said = is_over
+        self.status.misses = [rank for rank, pid in self._neighbours.items() if not _is_running(pid)]
+        self._store.set(self._key("of", self.rank), pack(vars(self.status)))
+        if self._judge is not None:
+            texts = self._store.multi_get([self._key("of", rank) for rank in range(self.num)])
+            self._judge.look([Status(**unpack(text)) for text in texts], now)
+            self._store.set(self._key("news"), pack(vars(self._judge.news)))
+            while self._judge.refused:
+                number, why = self._judge.refused.popitem()
+                self._store.compare_set(self._key("exchange", number, "all"), "", pack(["error", why]))
+        self._take(News(**unpack(self._store.get(self._key("news")))))
 
     def _take(self, news: News) -> None:
         for rank, how in news.failed.items():
-            if int(rank) != self.rank:
-                self.failure = self.failure or (int(rank), how)
-        self.ended = {int(rank): how for rank, how in news.ended.items()}
-        for number, stop in news.stops.items():
-            loop = self.loop if self.loop is not None and str(self.loop.number) == number else None
+            if rank != self.rank:
+                self.failure = self.failure or (rank, how)
+        self.ended = news.ended
+        for number, (rank, reason) in news.asked.items():
+            loop = self.loop if self.loop is not None and self.loop.number == number else None
             if number not in self.status.stands:
                 self.status.stands[number] = None if loop is None else loop.pause()
                 self._say()
-            if stop.decided and loop is not None and loop.reason is None:
-                loop.resume_until(stop.at, stop.rank, stop.reason)
+            if number in news.stops and loop is not None and loop.reason is None:
+                loop.resume_until(news.stops[number], rank, reason)
 
     def _carry(self) -> bool:
         """Bring what this process gives, and take what all give if it is there; whether it waits for that."""
@@ -252,6 +231,16 @@ class Peers:
 
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, (self._prefix, *parts)))
+
+
+def _is_running(pid: int) -> bool:
+    """Tell whether a process of this host still runs, as Linux tells: one that is killed is missed at once."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except OSError:  # it may not be looked at
+        return True
 
 
 def most_each(num: int) -> int:

@@ -44,6 +44,8 @@ class Gate:
     def may_run(self, position: int) -> bool:
         """Tell whether the step from this position is to be taken; then it must be."""
         with self._changed:
+            if self.wanted is not None:
+                self._ask(position, self.wanted)
             self._wait()
             self._peers.check()
             if self.at is not None and position >= self.at:
@@ -56,12 +58,15 @@ class Gate:
         """Ask for a stop from a step that could not be taken, and wait for where it is."""
         self._peers.patience = self._peers.times.notice
         with self._changed:
-            self._position = position
-            if self.reason is None:
-                self._peers.ask_stop(self.number, reason)
-            while self.reason is None and self._peers.failure is None:
-                self._changed.wait(0.2)
+            self._ask(position, reason)
+            self._wait()
             return self.at
+
+    def _ask(self, position: int, reason: str) -> None:
+        """Stand still until all stop."""
+        if self.reason is None:
+            self._position, self._still = position, True
+            self._peers.ask_stop(self.number, reason)
 
     def fail(self, error: BaseException) -> None:
         """Let the others know that this process can go on no more."""
