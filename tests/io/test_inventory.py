@@ -44,7 +44,7 @@ def test_inspect_shows_what_is_inside(copied):
         "row 2 of 4",
     ]
     assert rows["scale"][2] == "buffers, not in state_dict"
-    assert rows["opt_state[0].mu"][2] == "21"
+    assert rows["opt_state[0].mu"][2] == "21 entries"
     flip_a_bit(copied / "step_00000004" / "checksums.json")
     damaged = CliRunner().invoke(app, ["inspect", str(copied / "step_00000004"), "--verify"])
     assert damaged.exit_code == 1

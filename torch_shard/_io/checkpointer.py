@@ -128,10 +128,7 @@ class Checkpointer:
         Raises:
             ValueError: It has no checkpoint that can be read.
         """
-        try:
-            return read_head(self.path(step)).metrics
-        except Unreadable as error:
-            raise ValueError(f"{caller()}: {error} There are those of steps {self.steps()}.") from error
+        return self._head(step).metrics
 
     @public
     def notes(self, step: int) -> dict[str, Any]:
@@ -143,8 +140,11 @@ class Checkpointer:
         Raises:
             ValueError: It has no checkpoint that can be read.
         """
+        return self._head(step).notes
+
+    def _head(self, step: int) -> Head:
         try:
-            return read_head(self.path(step)).notes
+            return read_head(self.path(step))
         except Unreadable as error:
             raise ValueError(f"{caller()}: {error} There are those of steps {self.steps()}.") from error
 
@@ -214,7 +214,12 @@ class Checkpointer:
                 "Checkpointer: this state was donated to a step. Save it before, or save what the step returned."
             )
         step = int(state.step)
-        self._agree_on(step, int(state.num_batches))
+        facts = {
+            "directory": self.directory,
+            "step of the state": step,
+            "num_batches of the state": int(state.num_batches),
+        }
+        compare("a checkpoint", facts, advice=lambda name: "Processes save one state together, into one directory.")
         is_there, later = exchange(lambda: self._others_than(step))[0]
         if is_there:
             return False
@@ -244,11 +249,6 @@ class Checkpointer:
     def take_over(self) -> None:
         """Count the checkpoints that are there as those of this run."""
         self._known.update(self.steps())
-
-    def _agree_on(self, step: int, num_batches: int) -> None:
-        """See that all processes save one state to one place."""
-        facts = {"directory": self.directory, "step of the state": step, "num_batches of the state": num_batches}
-        compare("a checkpoint", facts, advice=lambda name: "Processes save one state together, into one directory.")
 
     def _finish(self, step: int, partial: Path, head: Head) -> None:
         """In the background: wait for orbax, seal what it wrote, give it its name, remove what is too old."""
@@ -399,7 +399,7 @@ class Checkpointer:
         """The checkpoint to read: whole."""
         passed: set[int] = set()
         # listed anew each time: another process may write newer ones and remove older ones
-        while candidates := [s for s in (self._first_sees() if step is None else [step]) if s not in passed]:
+        while candidates := [s for s in (exchange(self.steps)[0] if step is None else [step]) if s not in passed]:
             path = self.path(candidates[-1])
             if step is not None and not os.path.lexists(path):
                 break
@@ -418,10 +418,6 @@ class Checkpointer:
         there = f"those of steps {self.steps()}" if self.steps() else "none"
         wanted = "no whole checkpoint" if step is None else f"no checkpoint of step {step}"
         raise FileNotFoundError(f"Checkpointer: {wanted} in {self.directory}: there are {there}.{damaged}")
-
-    def _first_sees(self) -> list[int]:
-        """The steps that have a checkpoint, as the first process sees them."""
-        return exchange(self.steps)[0]
 
     def _others(self, path: Path) -> str:
         """Say which step to restore instead of one that cannot be read."""

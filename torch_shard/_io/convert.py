@@ -1,5 +1,6 @@
 """Files of weights from one format to the other, a tensor at a time, without a model."""
 
+import functools
 import os
 import zipfile
 from collections.abc import Mapping
@@ -76,7 +77,7 @@ def open_weights(path: Path) -> TensorFile:
     if not path.exists():
         raise FileNotFoundError(f"{caller()}: {path} does not exist.")
     if path.is_dir() and holds_checkpoint(path):
-        return CheckpointTensors(path)
+        return _checkpoint_file(path)
     return open_safetensors(path) if _is_safetensors(path) else open_torch(path)
 
 
@@ -98,40 +99,32 @@ def _is_safetensors(path: Path) -> bool:
         return not zipfile.is_zipfile(path) and file.read(9)[8:] == b"{"
 
 
-class CheckpointTensors:
-    """Parameters and buffers of a checkpoint, those that a `state_dict` has, by name; a tie under one name."""
+def _checkpoint_file(path: Path) -> TensorFile:
+    """Parameters and buffers of a checkpoint, those that a `state_dict` has; a tie under one name."""
+    path = find_checkpoint(path).absolute()  # as orbax asks
+    if damage := find_damage(path):
+        raise ValueError(f"{caller()}: {path} is damaged: {'; '.join(damage)}.")
+    head, orbax = read_head(path), make_orbax()
+    tensors = [stored for stored in head.stored if stored.where == TENSORS]
+    homes = {name: stored for stored in tensors for name in stored.names if name not in head.unsaved}
+    stored = {name: Stored(*_torch_type(home, is_wide=name in head.wide)) for name, home in homes.items()}
 
-    def __init__(self, path: Path) -> None:
-        self._path = find_checkpoint(path).absolute()  # as orbax asks
-        self.shown = str(self._path)
-        if damage := find_damage(self._path):
-            raise ValueError(f"{caller()}: {self._path} is damaged: {'; '.join(damage)}.")
-        head = read_head(self._path)
-        self._orbax = make_orbax()
-        self._read: tuple[SavedArray, jax.Array] | None = None
-        self._homes = {
-            name: stored
-            for stored in head.stored
-            for name in stored.names
-            if stored.where == TENSORS and name not in head.unsaved
-        }
-        self._wide = head.wide
-        self.stored = {name: Stored(*self._torch_type(name)) for name in self._homes}
+    @functools.lru_cache(1)  # a stack is read once for all of its rows
+    def read(home: SavedArray) -> jax.Array:
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        return read_arrays(orbax, path, {home: jax.ShapeDtypeStruct(home.shape, home.dtype, sharding=device)})[home]
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """One of them; the stack of which it is a row is kept for the next."""
-        stored = self._homes[name]
-        if self._read is None or self._read[0] != stored:
-            device = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-            struct = jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=device)
-            self._read = stored, read_arrays(self._orbax, self._path, {stored: struct})[stored]
-        array = self._read[1]
-        row = to_host(array if len(stored.names) == 1 else array[stored.names.index(name)])
-        return row.to(self.stored[name].dtype)
+    def tensor(name: str) -> torch.Tensor:
+        home = homes[name]
+        array = read(home)
+        return to_host(array[home.names.index(name)] if len(home.names) > 1 else array).to(stored[name].dtype)
 
-    def _torch_type(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        shape, dtype = self._homes[name].entry_type
-        return shape, torch.int64 if name in self._wide else torch_dtype(np.dtype(dtype))
+    return TensorFile(str(path), stored, tensor)
+
+
+def _torch_type(home: SavedArray, *, is_wide: bool) -> tuple[tuple[int, ...], torch.dtype]:
+    shape, dtype = home.entry_type
+    return shape, torch.int64 if is_wide else torch_dtype(np.dtype(dtype))
 
 
 def write_checkpoint(directory: Path, tensors: Mapping[str, torch.Tensor]) -> Path:

@@ -1,5 +1,6 @@
 """Contents of a checkpoint as a table: names, shapes, how they were split, bytes."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Group
@@ -31,47 +32,32 @@ def find_checkpoint(path: Path) -> Path:
 def inventory(path: Path) -> Group:
     """Contents of a checkpoint, for people."""
     head = read_head(path)
-    rest = _table("State of the run", ("where", "entries", "shape", "dtype", "bytes"))
-    for where in dict.fromkeys(stored.where for stored in head.stored if stored.where != TENSORS):
-        _add_row(rest, _row_of(where, [stored for stored in head.stored if stored.where == where]))
-    tensors = _table(
-        f"Parameters and buffers, on mesh ({', '.join(f'{axis}={size}' for axis, size in head.mesh.items())})",
-        ("name", "kind", "shape", "dtype", "spec", "bytes", "stored"),
-    )
-    for stored in (stored for stored in head.stored if stored.where == TENSORS):
-        for number, name in enumerate(stored.names):
-            _add_row(tensors, _tensor_row(stored, number, name, head.unsaved))
-    return Group(Text(_summary(path, head)), tensors, rest)
-
-
-def _summary(path: Path, head: Head) -> str:
     size = decimal(sum(stored.num_bytes for stored in head.stored))
     metrics = "".join(f", {name} {value:.6g}" for name, value in head.metrics.items())
-    return f"{path}: step {head.step}, {head.num_batches} batches seen, {size}{metrics}"
-
-
-def _table(title: str, headings: tuple[str, ...]) -> Table:
-    table = Table(title=title)
-    for heading in headings:
+    axes = ", ".join(f"{axis}={size}" for axis, size in head.mesh.items())
+    summary = f"{path}: step {head.step}, {head.num_batches} batches seen, {size}{metrics}, on mesh ({axes})"
+    table = Table()
+    for heading in ("name", "kind", "shape", "dtype", "spec", "bytes", "stored"):
         table.add_column(heading, overflow="fold", justify="right" if heading == "bytes" else "left")
-    return table
+    for row in _rows(head):
+        table.add_row(*(Text(str(cell)) for cell in row))
+    return Group(Text(summary), table)
 
 
-def _add_row(table: Table, cells: tuple[object, ...]) -> None:
-    table.add_row(*(Text(str(cell)) for cell in cells))
-
-
-def _tensor_row(stored: SavedArray, number: int, name: str, unsaved: tuple[str, ...]) -> tuple[object, ...]:
-    shape, dtype = stored.entry_type
-    num_rows = len(stored.names)
-    kind = f"{stored.kind}, not in state_dict" if name in unsaved else stored.kind
-    place = f"row {number} of {num_rows}" if num_rows > 1 else ""
-    return name, kind, shape, dtype, stored.spec, decimal(stored.num_bytes // num_rows), place
-
-
-def _row_of(where: str, stored: list[SavedArray]) -> tuple[object, ...]:
-    num_bytes = decimal(sum(one.num_bytes for one in stored))
-    dtypes = ", ".join(dict.fromkeys(one.dtype for one in stored))
-    if not stored[0].names:
-        return where, "", stored[0].shape, dtypes, num_bytes
-    return where, sum(len(one.names) for one in stored), "by name", dtypes, num_bytes
+def _rows(head: Head) -> Iterator[tuple[object, ...]]:
+    """A row for each parameter and buffer, and one for each place in the rest of the state."""
+    rest: dict[str, list[SavedArray]] = {}
+    for stored in head.stored:
+        if stored.where != TENSORS:
+            rest.setdefault(stored.where, []).append(stored)
+            continue
+        (shape, dtype), count = stored.entry_type, len(stored.names)
+        for number, name in enumerate(stored.names):
+            kind = f"{stored.kind}, not in state_dict" if name in head.unsaved else stored.kind
+            place = f"row {number} of {count}" if count > 1 else ""
+            yield name, kind, shape, dtype, stored.spec, decimal(stored.num_bytes // count), place
+    for where, several in rest.items():
+        count, size = sum(len(stored.names) for stored in several), sum(stored.num_bytes for stored in several)
+        dtypes = ", ".join(dict.fromkeys(stored.dtype for stored in several))
+        shape = "by name" if count else several[0].shape
+        yield where, f"{count} entries" if count else "", shape, dtypes, "", decimal(size), ""

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -63,18 +63,6 @@ class SavedArray:
     def num_bytes(self) -> int:
         """Size of the whole array."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype).size * jnp.dtype(self.dtype).itemsize
-
-    @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> "SavedArray":
-        """The inverse of `dataclasses.asdict`, by way of JSON."""
-        return cls(
-            where=_text(found["where"]),
-            names=_texts(found["names"]),
-            shape=tuple(map(_count, found["shape"])),
-            dtype=jnp.dtype(_text(found["dtype"])).name,
-            spec=_text(found["spec"]),
-            kind=_text(found["kind"]),
-        )
 
 
 def flatten(state: TrainState) -> dict[SavedArray, PyTree]:
@@ -245,7 +233,7 @@ def _put(array: jax.Array, struct: jax.ShapeDtypeStruct) -> jax.Array:
 
 HEAD = "state.json"
 
-FORMAT = 1
+FORMAT = 2
 
 _STEP = re.compile(r"step_(\d+)")
 
@@ -288,43 +276,20 @@ class Head:
     notes: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     random: dict[str, str | bool] = dataclasses.field(default_factory=dict[str, str | bool])
 
-    @classmethod
-    def from_json(cls, found: Any) -> "Head":
-        """The inverse of `dataclasses.asdict`, by way of JSON."""
-        if found["format"] != FORMAT:
-            raise ValueError(f"format {found['format']!r}, must be {FORMAT}")
-        stored = [SavedArray.from_json(one) for one in list[Any](found["stored"])]
-        if len({entry for one in stored for entry in one.entries}) < sum(len(one.entries) for one in stored):
-            raise ValueError("an entry is stored twice")
-        return cls(
-            step=_count(found["step"]),
-            num_batches=_count(found["num_batches"]),
-            unsaved=_texts(found["unsaved"]),
-            wide=_texts(found["wide"]),
-            metrics={_text(name): float(value) for name, value in found["metrics"].items()},
-            mesh={_text(axis): _count(size) for axis, size in found["mesh"].items()},
-            notes=dict[str, Any](found.get("notes", {})),
-            random={_text(name): value for name, value in found.get("random", {}).items()},
-            stored=stored,
-        )
 
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r:.50} is no text")
-    return value
-
-
-def _texts(values: Any) -> tuple[str, ...]:
-    if not isinstance(values, list):
-        raise TypeError(f"{values!r:.50} is no list of names")
-    return tuple(map(_text, cast(list[object], values)))
-
-
-def _count(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
-        raise TypeError(f"{value!r:.50} is no count")
-    return value
+def _as(kind: Any, found: Any) -> Any:
+    """What JSON has of a value, as one of its type: the inverse of `dataclasses.asdict`."""
+    if dataclasses.is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return cast(Any, kind)(**{name: _as(hints[name], value) for name, value in found.items()})
+    outer, inner = get_origin(kind) or kind, get_args(kind)
+    if outer is dict:
+        return {name: _as(inner[1], value) for name, value in found.items()}
+    if outer in (list, tuple) and isinstance(found, list):
+        return outer(_as(inner[0], one) for one in cast(list[Any], found))
+    if kind is not Any and (not isinstance(found, kind) or (kind is int and isinstance(found, bool))):
+        raise TypeError(f"{found!r:.50} is no {kind}")
+    return found
 
 
 RANDOM = ("jax_default_prng_impl", "jax_threefry_partitionable", "jax_enable_x64")
@@ -377,7 +342,14 @@ def read_head(directory: Path) -> Head:
     """Read what a checkpoint says of itself."""
     try:
         with reading(HEAD):
-            return Head.from_json(read_json(directory / HEAD))
+            found = dict[str, Any](read_json(directory / HEAD))
+            if (number := found.pop("format")) != FORMAT:
+                raise ValueError(f"format {number!r}, must be {FORMAT}")
+            head: Head = _as(Head, found)
+            entries = [entry for stored in head.stored for entry in stored.entries if stored.num_bytes >= 0]
+            if len(set(entries)) < len(entries):
+                raise ValueError("an entry is stored twice")
+            return head
     except (FileNotFoundError, Unreadable) as error:
         reason = error if isinstance(error, Unreadable) else f"it has no {HEAD}"
         raise Unreadable(f"{directory} is not a checkpoint of this version of torch_shard: {reason}.") from error
