@@ -205,7 +205,7 @@ def fit(
             stack.callback(gate.close)
         ahead = Ahead(batches.starting_at(start), step, prefetch, steps - start)
         stack.callback(ahead.close)
-        reports = Reports(bar, metrics_log, log_every, start)
+        reports = Reports(bar, metrics_log, log_every)
         told = Callbacks(callbacks, Run(step, steps, start, state, reports))
         told.take_up(notes.get("callbacks", {}))
         told.tell("on_begin")

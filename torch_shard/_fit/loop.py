@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+import math
 import time
 from typing import Any
 
@@ -10,10 +11,9 @@ import jax
 import numpy as np
 
 from torch_shard._common.validate import check_count, is_integer
-from torch_shard._fit.bad_step import BadStepError, BadStepPolicy, check_on_bad_step
+from torch_shard._fit.bad_step import BadStepError, check_on_bad_step, explained, first_non_finite, why_bad
 from torch_shard._fit.callbacks import Callbacks
 from torch_shard._fit.data import Ahead, Batches
-from torch_shard._fit.first_non_finite import explained, first_non_finite
 from torch_shard._fit.predictions import Predictions
 from torch_shard._fit.reports import Reports, num_rows, scalars
 from torch_shard._fit.schedule import Schedule
@@ -91,11 +91,6 @@ class Settings:
         check_on_bad_step(self.on_bad_step)
         check_skip_grad_norm(self.skip_grad_norm)
 
-    @property
-    def guard(self) -> BadStepPolicy:
-        """What looks at each step."""
-        return BadStepPolicy(self.on_bad_step, self.skip_grad_norm)
-
 
 @dataclasses.dataclass(kw_only=True)
 class Loop:
@@ -150,25 +145,18 @@ class Loop:
         self.begun = placed
         if self.position < self.proved_until:
             self._prove(placed)
-        is_done = self.reports.look()
         num_compiles, start = self.step.num_compiles, time.perf_counter()
         rates = self.schedule.rates(self.step.optimizer)
         self.state, metrics = self.step(self.state, placed, skip_grad_norm=self.settings.skip_grad_norm)
         self.begun, self.position = None, self.position + 1
-        compiling = time.perf_counter() - start if self.step.num_compiles > num_compiles else 0.0
-        self.reports.leave_out(0.0 if is_done else compiling)  # which is between the last record and what follows
+        seconds = time.perf_counter() - start
         self.reports.flush()  # of the batch before, while this one is computed
-        self.reports.leave_out(compiling if is_done else 0.0)
         self.reports.expect(self.position, placed, metrics, rates)
-        if compiling:
-            self._note_compilation(placed, compiling)
+        if self.step.num_compiles > num_compiles:
+            self.reports.leave_out(seconds)
+            self._note_compilation(placed, seconds)
         self.ahead.fill()
-        began = functools.partial(first_non_finite, self.step, placed)
-        if self.settings.on_bad_step == "explain":
-            directory = self.reports.directory if self.checkpointer is None else self.checkpointer.directory
-            began = functools.partial(explained, self.step, placed, directory=directory)
-        stopped = self.settings.guard.stops(self.state, metrics, self.position, began)
-        if stopped is not None:
+        if (stopped := self._at_bad_step(placed, metrics)) is not None:
             self.state, self.stopped = stopped, True
         else:
             self.schedule.follow(self.position)
@@ -176,6 +164,28 @@ class Loop:
             self.told.tell("on_step")
             self._between()
             self._heed()
+
+    def _at_bad_step(self, placed: ShardedBatch, metrics: dict[str, Any]) -> TrainState | None:
+        """Wait for the step, and look whether it was taken.
+
+        Returns:
+            The state with which the run is to stop: it has not seen the batch, which a resumed run meets again. None if
+            the run goes on.
+        """
+        do, skip_grad_norm = self.settings.on_bad_step, self.settings.skip_grad_norm
+        if skip_grad_norm is None or not bool(metrics["guard"].skipped):
+            return None
+        names, reason = why_bad(metrics, skip_grad_norm)
+        message = f"fit: batch {self.position} was not taken, the state is as before it: {reason}."
+        unseen = dataclasses.replace(self.state, num_batches=self.state.num_batches - 1)
+        if do != "skip" and (names or not math.isfinite(float(metrics["loss"]))):
+            directory = self.reports.directory if self.checkpointer is None else self.checkpointer.directory
+            say = functools.partial(explained, directory=directory) if do == "explain" else first_non_finite
+            message += f" {say(self.step, placed, unseen)}."
+        if do in ("raise", "explain"):
+            raise BadStepError(f'{message} on_bad_step="skip" goes on without it.', unseen, names)
+        logger.warning("%s The run %s.", message, "stops" if do == "stop" else "goes on")
+        return unseen if do == "stop" else None
 
     def _note_compilation(self, placed: ShardedBatch, seconds: float) -> None:
         if self.reports.directory is None:

@@ -151,24 +151,17 @@ class Reports:
         numbers: The latest, by name: of training, and of evaluation with `eval_` before it.
     """
 
-    def __init__(self, bar: Bar, log: MetricsLog | None, log_every: int, start: int) -> None:
+    def __init__(self, bar: Bar, log: MetricsLog | None, log_every: int) -> None:
         self._bar, self._log, self._log_every = bar, log, log_every
-        self._pending: tuple[int, ShardedBatch, Mapping[str, PyTree], Mapping[str, float]] | None = None
-        self._since = start, math.nan  # the batch of the last record, and when it was done; not before what compiles is
-        self._done: float | None = None  # when the pending batch was, if that was seen
+        self._pending: tuple[int, float, ShardedBatch, Mapping[str, PyTree], Mapping[str, float]] | None = None
+        self._since = 0, math.nan  # the batch of the last record, and when its step was begun
         self.numbers: dict[str, float] = {}
 
     def expect(
         self, position: int, placed: ShardedBatch, metrics: Mapping[str, PyTree], known: Mapping[str, float]
     ) -> None:
         """Note the metrics of a batch, which may still be computed, and what is known on the host."""
-        self._pending, self._done = (position, placed, metrics, known), None
-
-    def look(self) -> bool:
-        """Note the time if the pending batch is computed, before another one is begun; returns whether it is."""
-        if self._pending is not None and self._done is None and self._pending[2]["loss"].is_ready():
-            self._done = time.perf_counter()
-        return self._done is not None
+        self._pending = position, time.perf_counter(), placed, metrics, known
 
     def flush(self, *, every: bool = False) -> None:
         """Wait for the noted metrics, and tell of them.
@@ -178,7 +171,7 @@ class Reports:
         """
         if self._pending is None:
             return
-        (position, placed, metrics, known), self._pending = self._pending, None
+        (position, now, placed, metrics, known), self._pending = self._pending, None
         is_due = position % self._log_every == 0 or position == 1
         if not (is_due or every):
             return
@@ -187,8 +180,7 @@ class Reports:
         if not is_due:
             return
         unit, amount = _amount(placed)
-        (last, then), now = self._since, self._done or time.perf_counter()
-        self._since = position, now
+        (last, then), self._since = self._since, (position, now)
         speed = {} if math.isnan(then) else {f"{unit}_per_s": amount * (position - last) / (now - then)}
         self.numbers |= speed
         if self._log is not None:
