@@ -1,9 +1,9 @@
 """What a process tells the others of its job, and hears of them: agreements with an end, and news of failures.
 
 It needs no collective of XLA, which would wait forever where one process does not come. Process 0 has a
-`torch.distributed.TCPStore`. One thread of each process talks with it, and nobody else, so that the program never waits
-for the store itself: it puts down how this process stands, takes what process 0 makes of that (`judge.py`), and carries
-what is exchanged. Values are data (`data.py`), of which nothing is executed.
+`torch.distributed.TCPStore`. A thread of each process puts down there how this process stands, and takes what process 0
+makes of that (`judge.py`); the program itself brings what is exchanged. Values are data (`data.py`), of which nothing
+is executed.
 """
 
 import os
@@ -32,14 +32,6 @@ LOST = "the connection to it is lost (killed, or out of memory?)"
 
 class PeerError(RuntimeError):
     """Another process has failed, or does not come: what this one waits for will never be."""
-
-
-class _Exchange:
-    """What this process gives, for which it waits for the others."""
-
-    def __init__(self, number: int, content: bytes) -> None:
-        self.number, self.content, self.answer = number, content, b""
-        self.is_given, self.is_done = False, threading.Event()
 
 
 class Peers:
@@ -76,8 +68,7 @@ class Peers:
         self._prefix, self._neighbours = prefix, neighbours  # numbers of processes of this host, by rank
         self._judge = Judge(num, times) if rank == 0 else None
         self._number, self._one_at_a_time = 0, threading.Lock()
-        self._exchange: _Exchange | None = None
-        self._awake, self._is_new = threading.Event(), True
+        self._awake = threading.Event()
         self._thread = threading.Thread(target=self._talk, name="torch_shard peers", daemon=True)
         self._thread.start()
 
@@ -88,21 +79,43 @@ class Peers:
         with self._one_at_a_time:
             self.check()
             self._number += 1
-            own = _Exchange(self._number, pack([subject, self.status.runs, data]))
-            self.status.waits = (own.number, subject, self.patience)
-            self._exchange = own
-            self._awake.set()
+            self.status.waits = self._number, subject, self.patience
             try:
-                while not own.is_done.wait(0.2):
+                found = self._gather(self._key("exchange", self._number), pack([subject, self.status.runs, data]))
+            except RuntimeError as error:
+                if not isinstance(error, PeerError):
+                    self._lose(error)
                     self.check()
-                    if 0 in self.ended:  # which would say of others that they do not come
-                        raise PeerError(f"{caller()}: process 0 will not come: {self.ended[0]}")
+                raise
             finally:
-                self.status.waits = self._exchange = None
-        kind, found = unpack(own.answer)
-        if kind == "error":
+                self.status.waits = None
+        if len({(subject, runs) for subject, runs, _ in found}) > 1:
+            where = standing([waits_in(subject, runs) for subject, runs, _ in found])
+            raise PeerError(
+                f"{caller()}: the processes do not come together: they are not at the same place. {where} {TOGETHER}"
+            )
+        return [data for *_, data in found]
+
+    def _gather(self, place: str, content: bytes) -> list[Any]:
+        """What each process gives at this place, once all have come."""
+        store, keys = self._store, [f"{place}/{rank}" for rank in range(self.num)]
+        store.set(keys[self.rank], content)
+        if store.add(f"{place}/came", 1) == self.num:
+            store.compare_set(f"{place}/all", "", pack(""))
+        pause = 0.001
+        while not store.check([f"{place}/all"]):
+            self.check()
+            if 0 in self.ended:  # which would say of others that they do not come
+                raise PeerError(f"{caller()}: process 0 will not come: {self.ended[0]}")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        if fault := unpack(store.get(f"{place}/all")):
             self.told = self.told or self.failure is not None
-            raise PeerError(f"{caller()}: {found}")
+            raise PeerError(f"{caller()}: {fault}")
+        found = [unpack(text) for text in store.multi_get(keys)]
+        if store.add(f"{place}/read", 1) == self.num:
+            for key in (*keys, f"{place}/came", f"{place}/all", f"{place}/read"):
+                store.delete_key(key)
         return found
 
     def check(self) -> None:
@@ -114,7 +127,7 @@ class Peers:
     def ask_stop(self, loop: int, reason: str) -> None:
         """Ask for a stop of a loop in all processes."""
         self.status.asks = {loop: reason, **self.status.asks}
-        self._say()
+        self._awake.set()
 
     def fail(self, error: BaseException) -> None:
         """Let all others know that this process has failed, and will come to nothing more.
@@ -128,7 +141,7 @@ class Peers:
                 time.sleep(0.05)
         self.told = self.failed = True
         self.status.over = self.status.over or ("failed", describe(error))
-        self._say()
+        self._awake.set()
 
     def leave(self) -> None:
         """Let all others know that this process ends in order; where that is hopeless, end it soon all the same."""
@@ -146,31 +159,26 @@ class Peers:
         self._awake.set()
         self._thread.join(2.0)
 
-    def _say(self) -> None:
-        self._is_new = True
-        self._awake.set()
-
     # ---- the thread that talks with the store ----
 
     def _talk(self) -> None:
-        last, pause = 0.0, 0.001
         try:
             while not self.closing:
-                self._awake.wait(self.times.beat if self._exchange is None else pause)
                 self._awake.clear()
-                now = time.monotonic()
-                if self._is_new or now - last >= self.times.beat:
-                    self._is_new, last = False, now
-                    self._beat(now)
-                pause = min(2 * pause, 0.05) if self._carry() else 0.001
+                self._beat(time.monotonic())
                 self.heard = time.monotonic()
+                self._awake.wait(self.times.beat)
             if self.status.over is not None:
                 self._beat(time.monotonic())
-        except Exception as error:  # process 0 is gone, and the store with it
+        except Exception as error:
             if not self.closing and 0 not in self.ended:
-                self.failure = self.failure or (0, f"{LOST}: {type(error).__name__}")
+                self._lose(error)
                 # JAX may end us any moment
-                os.write(2, "torch_shard: process {} failed: {}\n".format(*self.failure).encode())
+                os.write(2, "torch_shard: process {} failed: {}\n".format(*self.failure or ()).encode())
+
+    def _lose(self, error: Exception) -> None:
+        """Note that process 0 is gone, and the store with it."""
+        self.failure = self.failure or (0, f"{LOST}: {type(error).__name__}")
 
     def _beat(self, now: float) -> None:
         self.status.count += 1
@@ -182,7 +190,7 @@ class Peers:
             self._store.set(self._key("news"), pack(vars(self._judge.news)))
             while self._judge.refused:
                 number, why = self._judge.refused.popitem()
-                self._store.compare_set(self._key("exchange", number, "all"), "", pack(["error", why]))
+                self._store.compare_set(self._key("exchange", number, "all"), "", pack(why))
         self._take(News(**unpack(self._store.get(self._key("news")))))
 
     def _take(self, news: News) -> None:
@@ -194,40 +202,9 @@ class Peers:
             loop = self.loop if self.loop is not None and self.loop.number == number else None
             if number not in self.status.stands:
                 self.status.stands[number] = None if loop is None else loop.pause()
-                self._say()
+                self._awake.set()
             if number in news.stops and loop is not None and loop.reason is None:
                 loop.resume_until(news.stops[number], rank, reason)
-
-    def _carry(self) -> bool:
-        """Bring what this process gives, and take what all give if it is there; whether it waits for that."""
-        own = self._exchange
-        if own is None or own.is_done.is_set():
-            return False
-        place = "exchange", own.number
-        if not own.is_given:
-            own.is_given = True
-            self._store.set(self._key(*place, self.rank), own.content)
-            if self._store.add(self._key(*place, "came"), 1) == self.num:
-                self._store.compare_set(self._key(*place, "all"), "", self._together(own.number))
-        if not self._store.check([self._key(*place, "all")]):
-            return True
-        own.answer = self._store.get(self._key(*place, "all"))
-        if self._store.add(self._key(*place, "read"), 1) == self.num:
-            for part in (*range(self.num), "came", "all", "read"):
-                self._store.delete_key(self._key(*place, part))
-        own.is_done.set()
-        return False
-
-    def _together(self, number: int) -> bytes:
-        """What all processes give, or that they are not at the same place."""
-        texts = self._store.multi_get([self._key("exchange", number, rank) for rank in range(self.num)])
-        given = [unpack(text) for text in texts]
-        if len({(subject, runs) for subject, runs, _ in given}) == 1:
-            return pack(["result", [data for *_, data in given]])
-        found = standing([waits_in(subject, runs) for subject, runs, _ in given])
-        return pack(
-            ["error", f"the processes do not come together: they are not at the same place. {found} {TOGETHER}"]
-        )
 
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, (self._prefix, *parts)))
