@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -29,14 +30,13 @@ from torch_shard._io.manifest import (
     Entries,
     Head,
     SavedArray,
-    by_name,
     check_alike,
     check_random,
     fill,
-    fill_kind,
     find_steps,
     flatten,
     head_of,
+    parts_of,
     read_head,
     step_path,
     targets,
@@ -44,7 +44,7 @@ from torch_shard._io.manifest import (
 )
 from torch_shard._io.orbax import make_orbax, read_arrays, to_save
 from torch_shard._sharding import Stacks
-from torch_shard._state import KINDS, TrainState, as_arrays
+from torch_shard._state import TrainState, as_arrays
 from torch_shard._train import TrainStep
 
 logger = logging.getLogger(__name__)
@@ -234,7 +234,7 @@ class Checkpointer:
         self.claim()
         partial = self.directory / _UNFINISHED / self.path(step).name
         with uninterrupted():
-            self._orbax.save(partial, args=to_save(flatten(state)), force=True)
+            self._orbax.save(partial, args=to_save(flatten(parts_of(state))), force=True)
             self._pending = self._worker.submit(self._finish, step, partial, head)
             finish_at_exit(self._pending)
         if not self.asynchronous:
@@ -380,20 +380,20 @@ class Checkpointer:
             check_random(path, head.random)
         else:
             found = [stored for stored in found if stored.where == TENSORS]
-        structs = flatten(wanted_state)
-        wanted = Entries({s: struct for s, struct in structs.items() if not params_only or s.where == TENSORS})
+        structs = parts_of(wanted_state, all_of_it=not params_only)
+        wanted = Entries(flatten(structs))
         own = self._own(train_step, Entries(dict.fromkeys(found))) if params_only else {}
         check_alike(path, Entries(dict.fromkeys([*found, *own])), wanted, params_only=params_only)
-        entries = Entries(read_arrays(self._orbax, path, targets(found, wanted)) | own)
+        filled = fill(structs, Entries(read_arrays(self._orbax, path, targets(found, wanted)) | own))
         if params_only:
-            return train_step.start({kind: fill_kind(train_step.structs, kind, entries) for kind in KINDS}, seed=seed)
-        state = fill(wanted_state, entries)
+            return train_step.start(filled, seed=seed)
+        state = dataclasses.replace(wanted_state, **filled)
         return dataclasses.replace(state, key=jax.random.wrap_key_data(state.key))
 
     def _own(self, train_step: TrainStep, found: Entries) -> dict[SavedArray, jax.Array]:
         """Buffers of the model that no `state_dict` has, so that weights from elsewhere come without them."""
         missing = [name for name in train_step.structs.unsaved if (TENSORS, name) not in set(found)]
-        return by_name(TENSORS, Stacks.merged(train_step.values_on_mesh(missing)))
+        return flatten(collections.OrderedDict(buffers=Stacks.merged(train_step.values_on_mesh(missing))))
 
     def _choose(self, step: int | None) -> Path:
         """The checkpoint to read: whole."""

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -15,13 +14,20 @@ from jax.sharding import NamedSharding
 
 from torch_shard._common.types import PyTree
 from torch_shard._io.integrity import Unreadable, read_json, reading
-from torch_shard._sharding import Layout, Stacks, describe_group, describe_spec, row_sharding, stack_sharding, take_row
+from torch_shard._sharding import (
+    Kept,
+    Layout,
+    Stacks,
+    describe_group,
+    describe_spec,
+    row_sharding,
+    stack_sharding,
+    take_row,
+)
 from torch_shard._state import KINDS, TrainState
 
 TENSORS = "tensors"
 """The place of parameters and buffers; all else is the rest of the state."""
-
-SCALARS = ("step", "num_batches", "key")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,20 +71,46 @@ class SavedArray:
         return jax.ShapeDtypeStruct(self.shape, self.dtype).size * jnp.dtype(self.dtype).itemsize
 
 
-def flatten(state: TrainState) -> dict[SavedArray, PyTree]:
-    """The stored arrays of a state (or of a tree of structs in its place) in torch's form, each with what it is."""
-    found: dict[SavedArray, PyTree] = {}
-    for kind in KINDS:
-        found |= by_name(TENSORS, Stacks.merged(getattr(state, kind)).whole(), kind)
-    for name in SCALARS:
-        found[_describe(name, (), getattr(state, name))] = getattr(state, name)
-    for path, leaf in _leaves(state.opt_state):
-        where = "opt_state" + jax.tree_util.keystr(path)
-        if isinstance(leaf, Stacks):
-            found |= by_name(where, leaf.whole())
-        else:
-            found[_describe(where, (), leaf)] = _plain(leaf)
-    return found
+Parts = collections.OrderedDict[str, PyTree]
+"""Of a state, by the names of its fields, in the order in which they are shown."""
+
+
+def parts_of(state: TrainState, *, all_of_it: bool = True) -> Parts:
+    """The parts of a state (or of a tree of structs in its place): all, or those that hold parameters and buffers."""
+    parts = [(kind, Stacks.merged(getattr(state, kind))) for kind in KINDS]
+    rest = ("step", "num_batches", "key", "opt_state") if all_of_it else ()
+    return collections.OrderedDict([*parts, *((name, getattr(state, name)) for name in rest)])
+
+
+def flatten(parts: Parts) -> dict[SavedArray, PyTree]:
+    """The stored arrays in torch's form, each with what it is."""
+    return {stored: _plain(leaf) for stored, leaf, _ in _walk(parts)}
+
+
+def _walk(parts: Parts) -> Iterator[tuple[SavedArray, PyTree, Kept | None]]:
+    """In the order of the leaves: what each is, in torch's form, and the form in which it is kept."""
+    for path, node in jax.tree_util.tree_leaves_with_path(parts, is_leaf=lambda node: isinstance(node, Stacks)):
+        part: str = path[0].key
+        kind = part if part in KINDS else ""
+        where = (TENSORS if kind else part) + jax.tree_util.keystr(path[1:])
+        if not isinstance(node, Stacks):
+            yield _describe(where, (), node), node, None
+            continue
+        for group, value in zip(node.layout.groups, node.whole().arrays, strict=True):
+            # No array, but none (where it is masked) or several: for one name alone.
+            for below, leaf in jax.tree_util.tree_leaves_with_path(value):
+                stored = _describe(where + jax.tree_util.keystr(below), group, leaf, kind)
+                yield stored, leaf, node.layout.forms.get(group[0])
+
+
+def fill(structs: Parts, entries: "Entries") -> Parts:
+    """Parts like `structs` with these entries, each on its shards, stored as `structs` are."""
+    leaves, tree = jax.tree.flatten(structs)
+    found: list[jax.Array] = []
+    for (stored, _, form), struct in zip(_walk(structs), leaves, strict=True):
+        array = entries.array(stored)
+        found.append(_put(array if form is None else form.store(array, is_stack=len(stored.names) > 1), struct))
+    return jax.tree.unflatten(tree, found)
 
 
 def _plain(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | jax.ShapeDtypeStruct:
@@ -89,23 +121,6 @@ def _plain(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | jax.ShapeDtype
         return jax.random.key_data(leaf)
     words = jax.eval_shape(jax.random.key_data, leaf)
     return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=leaf.sharding)
-
-
-def _leaves(tree: PyTree) -> list[tuple[jax.tree_util.KeyPath, PyTree]]:
-    return jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_stacks)
-
-
-def _is_stacks(node: object) -> bool:
-    return isinstance(node, Stacks)
-
-
-def by_name(where: str, stacks: Stacks, kind: str = "") -> dict[SavedArray, PyTree]:
-    """The stored arrays of one place, each with what it is."""
-    found: dict[SavedArray, PyTree] = {}
-    for group, value in zip(stacks.layout.groups, stacks.arrays, strict=True):
-        for path, leaf in _leaves(value):  # no array, but none (where it is masked) or several: for one name alone
-            found[_describe(where + jax.tree_util.keystr(path), group, leaf, kind)] = _plain(leaf)
-    return found
 
 
 def _describe(
@@ -130,27 +145,26 @@ class Entries:
         """Shape and dtype."""
         return self._homes[entry].entry_type
 
-    def __getitem__(self, entry: tuple[str, str]) -> PyTree:
-        stored = self._homes[entry]
-        array = self._arrays[stored]
-        return array if len(stored.names) < 2 else take_row(array, stored.names.index(entry[1]))
+    def array(self, stored: SavedArray) -> PyTree:
+        """The entries of a stored array, as it has them."""
+        home = self._homes[stored.entries[0]]
+        if home.names == stored.names:
+            return self._arrays[home]
+        name, *others = stored.names
+        if not others:
+            return take_row(self._arrays[home], home.names.index(name))
+        held = {own.names: array for own, array in self._arrays.items() if own.where == stored.where}
+        return Stacks(Layout.of(held), held.values()).stacked(stored.names)
 
     def sharding_of(self, stored: SavedArray) -> NamedSharding:
         """Where a stored array is to lie: as the one with the same entries does, or each row as the first one."""
-        home = self._homes[stored.entries[0]]
-        if home.names == stored.names:
-            return self._arrays[home].sharding
-        sharding = self[stored.entries[0]].sharding
+        if self._homes[stored.entries[0]].names == stored.names:
+            return self.array(stored).sharding
+        sharding = self.array(dataclasses.replace(stored, names=stored.names[:1])).sharding
         return stack_sharding(sharding) if len(stored.names) > 1 else sharding
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         return iter(self._homes)
-
-    def stacks(self, where: str) -> Stacks:
-        """The arrays of one place, stored as they are."""
-        held = {stored.names: array for stored, array in self._arrays.items() if stored.where == where}
-        groups = tuple(held)
-        return Stacks(Layout(groups, tuple(name for group in groups for name in group)), held.values())
 
 
 def check_alike(path: Path, found: Entries, wanted: Entries, *, params_only: bool) -> None:
@@ -184,41 +198,6 @@ def _show(entry: tuple[str, str]) -> str:
 def targets(found: list[SavedArray], wanted: Entries) -> dict[SavedArray, jax.ShapeDtypeStruct]:
     """Shape and sharding of each saved array: it lies as its first entry does."""
     return {s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=wanted.sharding_of(s)) for s in found}
-
-
-def fill(structs: TrainState, entries: Entries) -> TrainState:
-    """A state like `structs` with these entries, each on its shards, stored as `structs` are."""
-
-    def filled(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
-        where = "opt_state" + jax.tree_util.keystr(path)
-        return _filled(where, leaf, entries)
-
-    return dataclasses.replace(
-        structs,
-        **{kind: fill_kind(structs, kind, entries) for kind in KINDS},
-        **{name: _filled(name, getattr(structs, name), entries) for name in SCALARS},
-        opt_state=jax.tree_util.tree_map_with_path(filled, structs.opt_state, is_leaf=_is_stacks),
-    )
-
-
-def fill_kind(structs: TrainState, kind: str, entries: Entries) -> Stacks:
-    """Fill in the parameters or buffers of one kind."""
-    return _filled(TENSORS, getattr(structs, kind), entries)
-
-
-def _filled(where: str, struct: PyTree, entries: Entries) -> PyTree:
-    if not isinstance(struct, Stacks):
-        return _put(entries[where, ""], struct)
-    held, groups = entries.stacks(where), zip(struct.layout.groups, struct.arrays, strict=True)
-
-    def filled(group: tuple[str, ...], path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        name, *others = group
-        form = struct.layout.forms.get(name)
-        array = held.stacked(group) if others else entries[where + jax.tree_util.keystr(path), name]
-        return _put(array if form is None else form.store(array, is_stack=bool(others)), leaf)
-
-    each = jax.tree_util.tree_map_with_path
-    return Stacks(struct.layout, (each(functools.partial(filled, group), value) for group, value in groups))
 
 
 def _put(array: jax.Array, struct: jax.ShapeDtypeStruct) -> jax.Array:
@@ -326,7 +305,7 @@ def head_of(state: TrainState, metrics: Mapping[str, float], notes: Mapping[str,
         wide=state.wide,
         metrics={name: float(value) for name, value in metrics.items()},
         mesh=dict(sharding.mesh.shape) if isinstance(sharding, NamedSharding) else {},
-        stored=list(flatten(state)),
+        stored=list(flatten(parts_of(state))),
         notes=dict(notes),
         random=random_settings(),
     )
