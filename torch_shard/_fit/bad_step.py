@@ -18,12 +18,6 @@ logger = logging.getLogger(__name__)
 ON_BAD_STEP = ("raise", "explain", "stop", "skip")
 
 
-def check_on_bad_step(on_bad_step: object) -> None:
-    """Refuse what a run cannot do."""
-    if on_bad_step not in ON_BAD_STEP:
-        raise ValueError(f"fit: on_bad_step must be one of {', '.join(map(repr, ON_BAD_STEP))}, got {on_bad_step!r}.")
-
-
 class BadStepError(ArithmeticError):
     """A step was not taken: its loss or gradient is not finite, or its gradient is larger than allowed.
 

@@ -21,7 +21,7 @@ from torch_shard._common.near_misses import near_misses
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed
 from torch_shard._fit.callbacks import Callback, Callbacks, Run, check_callbacks
-from torch_shard._fit.data import Ahead, Batches, check_samplers
+from torch_shard._fit.data import Ahead, Batches, check_samplers, reliable_len
 from torch_shard._fit.dataset import EvaluationRows, Rows, TrainingRows, as_rows, evaluation_rows
 from torch_shard._fit.loop import Evaluation, Loop, Settings
 from torch_shard._fit.predictions import Compute, Predictions
@@ -306,12 +306,5 @@ def _agree_on_run(
     for name, loader in loaders.items():
         facts[f"the kind of {name}"] = type(loader).__name__
         facts |= {f"{each} of {name}": getattr(loader, each) for each in _OF_LOADERS if hasattr(loader, each)}
-        facts[f"the length of {name}"] = _length(loader)
+        facts[f"the length of {name}"] = reliable_len(loader)
     compare("the beginning of fit", facts, advice=lambda name: _ADVICE.get(name, "Give all processes the same."))
-
-
-def _length(loader: object) -> int | None:
-    try:
-        return len(loader)  # pyright: ignore[reportArgumentType]
-    except (TypeError, NotImplementedError):
-        return None

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from torch_shard._common.validate import check_count, is_integer
-from torch_shard._fit.bad_step import BadStepError, check_on_bad_step, explained, first_non_finite, why_bad
+from torch_shard._fit.bad_step import ON_BAD_STEP, BadStepError, explained, first_non_finite, why_bad
 from torch_shard._fit.callbacks import Callbacks
 from torch_shard._fit.data import Ahead, Batches
 from torch_shard._fit.predictions import Predictions
@@ -88,7 +88,9 @@ class Settings:
                 check_count(name, getattr(self, name))
         if not is_integer(self.prove_steps) or self.prove_steps < 0:
             raise ValueError(f"fit: prove_steps must be an integer, 0 or more, got {self.prove_steps!r}.")
-        check_on_bad_step(self.on_bad_step)
+        if self.on_bad_step not in ON_BAD_STEP:
+            listed = ", ".join(map(repr, ON_BAD_STEP))
+            raise ValueError(f"fit: on_bad_step must be one of {listed}, got {self.on_bad_step!r}.")
         check_skip_grad_norm(self.skip_grad_norm)
 
 
@@ -194,7 +196,7 @@ class Loop:
         shapes = [f"{path} {tuple(array.shape)}" for path, array in leaves]
         loops = [f"{', '.join(loop.layers)}: {loop.num_iterations}" for loop in self.step.programs[-1].loops]
         found = {"seconds": round(seconds, 3), "batch_shapes": shapes, "loops": loops}
-        self.reports.add_compilation(self.position, found)
+        self.reports.write("compile", self.position, found)
         self.reports.add_text(self.position, "step", f"{self.step!r}\n\n{self.step.report()}")
 
     def _prove(self, placed: ShardedBatch) -> None:

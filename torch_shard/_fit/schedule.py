@@ -99,7 +99,7 @@ class Schedule:
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Step a scheduler that goes by a metric."""
-        if self.scheduler is None or self.by in ("step", "epoch"):
+        if self.scheduler is None or self._is_by_position:
             return
         if self.by not in metrics:
             raise ValueError(
@@ -111,18 +111,21 @@ class Schedule:
     @staticmethod
     def rates(optimizer: object) -> dict[str, float]:
         """The learning rate of each parameter group: `lr` if there is one, else `lr_0`, `lr_1`, ..."""
-        groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
-        rates = [float(group["lr"]) for group in groups]
+        rates = [float(group["lr"]) for group in _groups(optimizer)]
         return {"lr": rates[0]} if len(set(rates)) == 1 else {f"lr_{number}": rate for number, rate in enumerate(rates)}
 
     # In checkpoints
 
     def state_dict(self, optimizer: object) -> dict[str, Any]:
         """What a resumed run is to know: the numbers of the groups, and what the scheduler knows, if that is plain."""
-        groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
         known = {} if self.scheduler is None else self.scheduler.state_dict()
-        numbers = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        numbers = [{name: value for name, value in group.items() if name != "params"} for group in _groups(optimizer)]
         return {"groups": list(map(_plain, numbers)), "scheduler": _plain(known)}
+
+
+def _groups(optimizer: object) -> list[dict[str, Any]]:
+    """The groups of an optimizer of torch; optax has none."""
+    return optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
 
 
 def _stands(scheduler: Any) -> int:
@@ -141,8 +144,7 @@ def _stands(scheduler: Any) -> int:
 
 def _take_numbers(optimizer: object, kept: Sequence[Mapping[str, Any]], *, warns: bool) -> None:
     """Give the groups of an optimizer the numbers that they had, as `optimizer.load_state_dict` does."""
-    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
-    for number, (group, own) in enumerate(zip(groups, kept, strict=False)):
+    for number, (group, own) in enumerate(zip(_groups(optimizer), kept, strict=False)):
         taken = {name: _like(group.get(name), value) for name, value in own.items()}
         others = [f"{name} {group[name]!r} -> {v!r}" for name, v in taken.items() if name in group and group[name] != v]
         if warns and others:

@@ -241,7 +241,7 @@ class Head:
         metrics: Numbers that were kept with it.
         mesh: Sizes of the mesh axes that it was split over.
         notes: More that was kept with it, as JSON has it.
-        random: Settings of JAX by which the run drew its random numbers; none where an older version wrote it.
+        random: Settings of JAX by which the run drew its random numbers.
         stored: Its arrays.
     """
 
@@ -252,8 +252,8 @@ class Head:
     metrics: dict[str, float]
     mesh: dict[str, int]
     stored: list[SavedArray]
-    notes: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    random: dict[str, str | bool] = dataclasses.field(default_factory=dict[str, str | bool])
+    notes: dict[str, Any]
+    random: dict[str, str | bool]
 
 
 def _as(kind: Any, found: Any) -> Any:
