@@ -55,6 +55,11 @@ class Edit(NamedTuple):
 
 
 EDITS = {
+    "a3cb5cb": Edit(
+        "_lowering/ops/attention.py",
+        "is_taken = mask.dtype in (torch.bool, torch.float32, q.dtype)",
+        "is_taken = mask.dtype is torch.bool or mask.is_floating_point()",
+    ),
     "6a0829e": Edit("_cost/exposed.py", "self.run(called, clock.around.union(clock.ends))", "self.run(called)"),
     "80ff62f": Edit("_hosts/watch.py", "has_caught = peers.told and not peers.dying", "has_caught = peers.told"),
     "0e6dd21": Edit(

@@ -58,6 +58,15 @@ def test_adapters_too() -> None:
     assert 'In "blocks.1"' in "".join(traceback.format_exception_only(error.value))
 
 
+def test_a_function_of_jax_that_is_given_a_torch_tensor() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return jax.numpy.sum(x)  # pyright: ignore[reportArgumentType, reportReturnType]
+
+    with pytest.raises(TypeError) as error:
+        ts.jax_grad(fn)(torch.ones(3))
+    assert "ts.call_jax(function, *args) calls JAX." in "".join(traceback.format_exception_only(error.value))
+
+
 def test_inputs_by_name_of_a_forward_pass() -> None:
     def fn(model: Narrow, batch: torch.Tensor) -> torch.Tensor:
         return model.blocks[0](input=batch)

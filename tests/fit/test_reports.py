@@ -114,7 +114,7 @@ def test_metrics_and_evaluation(step, tmp_path):
 @pytest.mark.parametrize("log_every", [1, 3])
 def test_no_speed_is_above_that_of_the_loader(step, tmp_path, log_every):
     """Also of records beside an evaluation, a checkpoint and the end."""
-    pause_s = 0.03
+    pause_s = 0.1
 
     def slowly(position):
         for _ in range(99):
@@ -135,9 +135,10 @@ def test_no_speed_is_above_that_of_the_loader(step, tmp_path, log_every):
             prefetch=1,
             progress=False,
         )
-    speeds = [record.get("samples_per_s", 0.0) for record in read_metrics(tmp_path / "log" / "metrics.jsonl")]
-    assert sum(speed > 0 for speed in speeds) >= 12 // log_every - 1
-    assert max(speeds) < 2 * 8 / pause_s  # of a batch that was there already, and one that was not
+    records = read_metrics(tmp_path / "log" / "metrics.jsonl")
+    speeds = [record["samples_per_s"] for record in records if "samples_per_s" in record]
+    assert len(speeds) >= 12 // log_every - 1
+    assert max(speeds) < 4 * 8 / pause_s  # of a loaded machine, where a step is done late and the next one is not
 
 
 def test_without_a_terminal_there_are_lines(step):

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import torch_shard as ts
 from tests.oracles.steps import mean_square, step_of
 from torch_shard._fit.schedule import Schedule
+from torch_shard._io.param_groups import plain_groups, take_groups
 
 DATA = [torch.full((2, 3), float(i)) for i in range(6)]
 
@@ -88,14 +89,15 @@ def test_rates_go_on_from_where_the_scheduler_stands_and_through_a_checkpoint(na
         optimizer.step()
         scheduler.step()
     schedule, found = Schedule(scheduler, "step"), wanted[:ahead]
-    schedule.begin(0, {}, optimizer)
+    schedule.begin(0, {})
     for position in range(6):
         if position == 4:
-            notes = json.loads(json.dumps(schedule.state_dict(optimizer)))
+            notes, groups = json.loads(json.dumps((schedule.state_dict(), plain_groups(optimizer))))
             optimizer, scheduler = objects()
             schedule = Schedule(scheduler, "step")
             (parameter,) = optimizer.param_groups[0]["params"]
-            schedule.begin(4, notes, optimizer)
+            take_groups(optimizer, groups)
+            schedule.begin(4, notes)
             assert optimizer.param_groups[0]["params"][0] is parameter  # of one element, and not a number of the group
         schedule.follow(position + 1)
         if position == 2:
@@ -138,6 +140,32 @@ def test_numbers_of_a_script_give_way_to_those_of_a_checkpoint_and_it_is_said(
     assert rates == [0.1, 0.1]
     assert "group 0 of the optimizer takes the numbers of the checkpoint" in caplog.text
     assert "lr 0.5 -> 0.1" in caplog.text
+
+
+def test_a_loop_of_ones_own_goes_on_with_the_rates_of_the_checkpoint(tmp_path: Path) -> None:
+    """As torch does, where the script takes its scheduler back."""
+    for steps in (2, 4):
+        _, optimizer, _, step = make()
+        schedule = lrs.ExponentialLR(optimizer, 0.5)  # by the rate of the group, which the scheduler does not keep
+        with ts.Checkpointer(tmp_path) as checkpointer:
+            state = step.init(seed=0)
+            if checkpointer.steps():
+                state = checkpointer.restore(step)
+                schedule.load_state_dict(checkpointer.notes(2)["schedule"])
+            for x in DATA[int(state.step) : steps]:
+                state, _ = step(state, x)
+                schedule.step()
+            checkpointer.save(state, notes={"schedule": schedule.state_dict()})
+    model, optimizer, _, _ = make()
+    schedule = lrs.ExponentialLR(optimizer, 0.5)
+    for x in DATA[:4]:
+        optimizer.zero_grad()
+        mean_square(model, x).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    for mine, wanted in zip(step.export(state).parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), wanted.detach())
 
 
 def test_other_schedulers_are_refused() -> None:

@@ -24,7 +24,7 @@ TIMES = Times(beat=0.05, silent=5.0)
 
 
 def store_of(port: int, **options: object) -> TCPStore:
-    return TCPStore("127.0.0.1", port, timeout=datetime.timedelta(seconds=5), wait_for_workers=False, **options)
+    return TCPStore("127.0.0.1", port, timeout=datetime.timedelta(seconds=30), wait_for_workers=False, **options)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from torch import nn
 import torch_shard as ts
 from tests.oracles.eager import agrees_with_torch
 from tests.oracles.steps import step_of
-from torch_shard._train.programs import PAID_OFF, Causes
+from torch_shard._train.program_cache import PAID_OFF, Causes
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -35,6 +35,8 @@ def end_at_the_users_line(error: Exception, path: Callable[[nn.Module], str]) ->
     lines = [s for s in traceback.extract_tb(error.__traceback__) if is_user_file(s.filename)]
     if not lines or _is_of_the_package(frames[-1]):
         return
+    if isinstance(error, TypeError) and "FakeTensor" in str(error) and "abstract array" in str(error):  # JAX's
+        error.add_note("JAX was given a torch tensor. Within torch code, ts.call_jax(function, *args) calls JAX.")
     module = next((found for frame in reversed(frames) if (found := _module_called(frame)) is not None), None)
     at = "" if module is None else f'In "{path(module[0])}", {_kind(module[0])}, given {_shapes(module[1])}: '
     error.add_note(f"{at}{describe(lines[-1])}")

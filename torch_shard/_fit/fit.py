@@ -209,7 +209,7 @@ def fit(
         told = Callbacks(callbacks, Run(step, steps, start, state, reports))
         told.take_up(notes.get("callbacks", {}))
         told.tell("on_begin")
-        schedule.begin(start, notes, step.optimizer)
+        schedule.begin(start, notes)
         return Loop(
             settings=settings,
             state=state,

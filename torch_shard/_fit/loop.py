@@ -151,12 +151,13 @@ class Loop:
         rates = self.schedule.rates(self.step.optimizer)
         self.state, metrics = self.step(self.state, placed, skip_grad_norm=self.settings.skip_grad_norm)
         self.begun, self.position = None, self.position + 1
-        seconds = time.perf_counter() - start
+        end, compiled = time.perf_counter(), self.step.num_compiles > num_compiles
+        if compiled:
+            self.reports.leave_out(start, end)
         self.reports.flush()  # of the batch before, while this one is computed
         self.reports.expect(self.position, placed, metrics, rates)
-        if self.step.num_compiles > num_compiles:
-            self.reports.leave_out(seconds)
-            self._note_compilation(placed, seconds)
+        if compiled:
+            self._note_compilation(placed, end - start)
         self.ahead.fill()
         if (stopped := self._at_bad_step(placed, metrics)) is not None:
             self.state, self.stopped = stopped, True
@@ -240,7 +241,7 @@ class Loop:
 
     def _notes(self) -> dict[str, Any]:
         """What a resumed run is to know beside the state."""
-        return {"callbacks": self.told.state_dict(), **self.schedule.state_dict(self.step.optimizer)}
+        return {"callbacks": self.told.state_dict(), **self.schedule.state_dict()}
 
     def _end(self) -> None:
         self.reports.flush(every=True)

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -153,15 +154,17 @@ class Reports:
 
     def __init__(self, bar: Bar, log: MetricsLog | None, log_every: int) -> None:
         self._bar, self._log, self._log_every = bar, log, log_every
-        self._pending: tuple[int, float, ShardedBatch, Mapping[str, PyTree], Mapping[str, float]] | None = None
-        self._since = 0, math.nan  # the batch of the last record, and when its step was begun
+        self._pending: tuple[int, ShardedBatch, Mapping[str, PyTree], Mapping[str, float], Future[float]] | None = None
+        self._clock = ThreadPoolExecutor(1)
+        self._since = 0, math.nan  # the batch of the last record, and when it was done; not before what compiles is
+        self._left_out: list[tuple[float, float]] = []
         self.numbers: dict[str, float] = {}
 
     def expect(
         self, position: int, placed: ShardedBatch, metrics: Mapping[str, PyTree], known: Mapping[str, float]
     ) -> None:
         """Note the metrics of a batch, which may still be computed, and what is known on the host."""
-        self._pending = position, time.perf_counter(), placed, metrics, known
+        self._pending = position, placed, metrics, known, self._clock.submit(_time_when_done, metrics["loss"])
 
     def flush(self, *, every: bool = False) -> None:
         """Wait for the noted metrics, and tell of them.
@@ -171,7 +174,7 @@ class Reports:
         """
         if self._pending is None:
             return
-        (position, now, placed, metrics, known), self._pending = self._pending, None
+        (position, placed, metrics, known, done), self._pending = self._pending, None
         is_due = position % self._log_every == 0 or position == 1
         if not (is_due or every):
             return
@@ -180,8 +183,11 @@ class Reports:
         if not is_due:
             return
         unit, amount = _amount(placed)
-        (last, then), self._since = self._since, (position, now)
-        speed = {} if math.isnan(then) else {f"{unit}_per_s": amount * (position - last) / (now - then)}
+        (last, then), now = self._since, done.result()
+        self._since = position, now
+        seconds = now - then - sum(max(min(end, now) - max(start, then), 0) for start, end in self._left_out)
+        self._left_out = [(start, end) for start, end in self._left_out if end > now]
+        speed = {} if math.isnan(then) else {f"{unit}_per_s": amount * (position - last) / seconds}
         self.numbers |= speed
         more = {n: v for n, v in metrics.items() if n not in found and n != "guard"} if self._log else {}
         lists = jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), more)
@@ -226,13 +232,19 @@ class Reports:
 
     @contextlib.contextmanager
     def paused(self) -> Generator[None, None, None]:
-        """Leave out of the speed what is done within, when the pending batch is done."""
+        """Leave out of the speed what is done within."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.leave_out(time.perf_counter() - start)
+            self.leave_out(start, time.perf_counter())
 
-    def leave_out(self, seconds: float) -> None:
-        """Leave out of the speed time in which nothing was trained: an evaluation, a compilation."""
-        self._since = self._since[0], self._since[1] + seconds
+    def leave_out(self, start: float, end: float) -> None:
+        """Leave out of the speed a time, in s, in which nothing was trained: an evaluation, a compilation."""
+        self._left_out.append((start, end))
+
+
+def _time_when_done(loss: jax.Array) -> float:
+    with contextlib.suppress(Exception):  # which comes up again where the loss is read
+        loss.block_until_ready()
+    return time.perf_counter()

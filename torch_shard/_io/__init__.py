@@ -6,6 +6,7 @@ from torch_shard._io.export import export_safetensors, export_torch
 from torch_shard._io.integrity import find_damage
 from torch_shard._io.inventory import find_checkpoint, inventory
 from torch_shard._io.load import load_safetensors, load_torch
+from torch_shard._io.param_groups import like, plain
 
 __all__ = [
     "FORMATS",
@@ -16,6 +17,8 @@ __all__ = [
     "find_checkpoint",
     "find_damage",
     "inventory",
+    "like",
     "load_safetensors",
     "load_torch",
+    "plain",
 ]

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import filelock
 import jax
+import torch
 
 from torch_shard._common.caller import caller, public
 from torch_shard._common.near_misses import near_misses
@@ -43,6 +44,7 @@ from torch_shard._io.manifest import (
     write_head,
 )
 from torch_shard._io.orbax import make_orbax, read_arrays, to_save
+from torch_shard._io.param_groups import take_groups
 from torch_shard._sharding import Stacks
 from torch_shard._state import TrainState, as_arrays
 from torch_shard._train import TrainStep
@@ -333,7 +335,9 @@ class Checkpointer:
     ) -> TrainState:
         """Read a checkpoint, each array straight onto its shards.
 
-        Mesh, plan and storage of layers are those of `train_step`, whatever the checkpoint was written from.
+        Mesh, plan and storage of layers are those of `train_step`, whatever the checkpoint was written from. An
+        optimizer of torch gets back the learning rates and other numbers that its groups had when it was saved, as by
+        its `load_state_dict`, with a warning where they differ from those of the script.
 
         Args:
             train_step: Says what the state must hold, and where it is to lie. Its model may be on the meta device. Of
@@ -388,6 +392,9 @@ class Checkpointer:
         if params_only:
             return train_step.start(filled, seed=seed)
         state = dataclasses.replace(wanted_state, **filled)
+        for each in steps:
+            if isinstance(each.optimizer, torch.optim.Optimizer):
+                take_groups(each.optimizer, head.groups.get(each.options.label, []))
         return dataclasses.replace(state, key=jax.random.wrap_key_data(state.key))
 
     def _own(self, train_step: TrainStep, found: Entries) -> dict[SavedArray, jax.Array]:

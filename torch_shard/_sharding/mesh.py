@@ -241,7 +241,10 @@ def _check_sizes(axis_sizes: dict[str, int]) -> None:
     # Not isinstance: a bool is an int to Python, but not a number of devices.
     foreign = [f"{axis}={size!r}" for axis, size in axis_sizes.items() if type(size) is not int]
     if foreign:
-        raise TypeError(f"make_mesh: every axis size must be an int, got {', '.join(foreign)}.")
+        raise TypeError(
+            f"make_mesh: every axis size must be an int, got {', '.join(foreign)}. "
+            "Each axis is a keyword: make_mesh(batch=4, model=2)."
+        )
     wrong = {axis: size for axis, size in axis_sizes.items() if size < 1 and size != -1}
     if wrong:
         raise ValueError(f"make_mesh: axis sizes must be positive, or -1 for the rest, got {_join(wrong)}.")

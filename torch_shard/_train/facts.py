@@ -28,7 +28,7 @@ from torch_shard._loss import BatchSignature, flatten_batch
 from torch_shard._sharding import Holdings, ResolvedPlan, describe_mesh, describe_spec
 from torch_shard._state import TrainState
 from torch_shard._train.placing import HostBatch
-from torch_shard._train.programs import ProgramKey
+from torch_shard._train.program_cache import ProgramKey
 
 SMALL = 1 << 20
 """Bytes up to which an array that each device has whole is compared at a compilation."""

@@ -9,7 +9,7 @@ import logging
 import operator
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -32,7 +32,7 @@ from torch_shard._cost import (
 )
 from torch_shard._device import put
 from torch_shard._hosts import begin_run, is_shared
-from torch_shard._loss import BatchSignature, HostValues, LossProgram, TakenApart
+from torch_shard._loss import HostValues, LossProgram
 from torch_shard._lowering import Looks
 from torch_shard._state import TrainState
 from torch_shard._train.compile_cache import CompileCache
@@ -40,115 +40,8 @@ from torch_shard._train.written import Contents
 
 logger = logging.getLogger(__name__)
 
-MANY_SHAPES = 3
-"""A short last batch makes two."""
-
-WARNED, REFUSED = 4, 8
-"""Of the programs that were needed anew for one reason, the one that a warning tells of, and the one too many."""
-
-PAID_OFF = 100
-"""Calls of a program after which its compilation does not count."""
-
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _COLLECTIVE = re.compile(rf"= .*? ({'|'.join(COLLECTIVES)})(?:-start)?\(")
-
-
-@dataclasses.dataclass(frozen=True)
-class ProgramKey:
-    """All that a program of a step was compiled for.
-
-    Attributes:
-        signature: Of the batch.
-        flags: Training flags of the model's modules, in order; none of an evaluation.
-        settings: Settings of torch and JAX that change what a callable means.
-        hooks: Gradient hooks of the trained parameters, as of `gradient_hooks`; none of an evaluation.
-        skip_grad_norm: The limit of the guard, if the step has one.
-    """
-
-    signature: BatchSignature
-    flags: tuple[bool, ...]
-    settings: tuple[object, ...]
-    hooks: tuple[tuple[int, ...], ...]
-    skip_grad_norm: float | None
-
-    def difference(self, earlier: "ProgramKey") -> str:
-        """Say what differs from an earlier program."""
-        if self.flags != earlier.flags:
-            return "modules were switched between train() and eval()"
-        if self.settings != earlier.settings:
-            return "torch's default dtype, autocast, hooks on all modules, JAX's x64 or the user's own kernels changed"
-        if self.hooks != earlier.hooks:
-            return "gradient hooks of parameters (register_hook) were added or removed"
-        if self.skip_grad_norm != earlier.skip_grad_norm:
-            return f"skip_grad_norm changed from {earlier.skip_grad_norm} to {self.skip_grad_norm}"
-        old, new = earlier.signature, self.signature
-        if new.tree != old.tree or len(new.leaves) != len(old.leaves):
-            return f"the structure of the batch changed from {old.tree} to {new.tree}"
-        pairs = zip(old.leaves, new.leaves, strict=True)
-        changed = [_difference(was, now) for was, now in pairs if was != now]
-        return "in the batch, " + "; ".join(changed)
-
-    def varying(self, others: Iterable["ProgramKey"]) -> dict[str, list[tuple[int, ...]]]:
-        """Arrays of the batch that have come in three shapes or more where all else is as here: paths and shapes."""
-        alike = [other.signature.specs for other in others if other._apart_from_leaves() == self._apart_from_leaves()]
-        shapes = [list(dict.fromkeys(spec.shape for spec in specs)) for specs in zip(*alike, strict=True)]
-        if not any(len(seen) >= MANY_SHAPES for seen in shapes):
-            return {}
-        pairs = zip(self.signature.paths, shapes, strict=True)
-        return {path: seen for path, seen in pairs if len(seen) >= MANY_SHAPES}
-
-    def _apart_from_leaves(self) -> tuple[object, ...]:
-        signature = self.signature
-        return signature.tree, len(signature.specs), self.flags, self.settings, self.hooks, self.skip_grad_norm
-
-
-def _difference(was: object, now: object) -> str:
-    if isinstance(was, TakenApart) and isinstance(now, TakenApart):
-        return was.difference(now)
-    return f"{was} is now {now}"
-
-
-class Causes:
-    """Counts the programs that were needed anew for the same reason, so that nobody pays for many without knowing."""
-
-    def __init__(self, who: str) -> None:
-        self._who, self._found = who, dict[str, list[str]]()
-
-    def note(self, cause: str | Mismatch, num_calls: int) -> None:
-        """Note why a program is needed anew."""
-        found = self._found.setdefault(cause if isinstance(cause, str) else cause.place, [])
-        if num_calls > PAID_OFF:
-            found.clear()
-        known = {} if isinstance(cause, str) else {cause.before: None}
-        found += [value for value in known if not found]
-        found.append("" if isinstance(cause, str) else cause.now)
-        number = len(found) - len(known)
-        if number not in (WARNED, REFUSED) and number < REFUSED:
-            return
-        values = f" (so far {', '.join(found)})" if known else ""
-        remedy = _OF_ATTRIBUTES if isinstance(cause, str) else _OF_VALUES
-        if number >= REFUSED:
-            raise NotImplementedError(f"{self._who}: {cause}{values}, which would be program {number + 1}. {remedy}")
-        logger.warning(
-            "%s: %s%s. This is program %d, and each takes time to compile. %s",
-            self._who,
-            cause,
-            values,
-            number + 1,
-            remedy,
-        )
-
-
-_OF_ATTRIBUTES = (
-    "Pass what changes from step to step in the batch, as a tensor, or keep it in a buffer (register_buffer). A tensor "
-    "may also be written in place (x.copy_(new)), which needs no other program."
-)
-_OF_VALUES = (
-    "Work on it as a tensor: torch.where(condition, a, b) instead of `if`, arithmetic instead of .item(). "
-    "Pad what differs in size to one size; or compute the value before the step and pass it as data, in the batch. A "
-    "number needs no other program where it only says at which index a slice of fixed length begins, or is added, "
-    "multiplied or compared."
-)
 
 
 @dataclasses.dataclass(frozen=True)

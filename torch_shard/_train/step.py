@@ -21,7 +21,6 @@ from rich.filesize import decimal
 
 from torch_shard._capture import Mismatch, is_capturing
 from torch_shard._common.caller import error_prefix
-from torch_shard._common.last_used import KEPT, LastUsed
 from torch_shard._common.types import PyTree
 from torch_shard._common.wrappers import check_module
 from torch_shard._cost import Preview, TooLarge, preview_of
@@ -35,7 +34,6 @@ from torch_shard._loss import (
     check_loss_fn,
     loss_program,
     own_copy,
-    program_for,
 )
 from torch_shard._lowering import RowSplit, capture_settings
 from torch_shard._plans import experts_of, layers_of
@@ -59,7 +57,8 @@ from torch_shard._train.facts import FirstRows, agree_on_program
 from torch_shard._train.model_tensors import ModelTensors
 from torch_shard._train.options import StepOptions
 from torch_shard._train.placing import Placer, ShardedBatch
-from torch_shard._train.programs import Causes, ProgramKey, StepProgram
+from torch_shard._train.program_cache import ProgramCache, ProgramKey, Served
+from torch_shard._train.programs import StepProgram
 
 logger = logging.getLogger(__name__)
 
@@ -103,9 +102,7 @@ class Step:
                 "forward."
             )
         self._hold(self._held)
-        self._programs = LastUsed[ProgramKey, list[StepProgram]]()  # for the values asked for, the last one used last
-        self._causes = Causes(self.caller)
-        self._warned = False
+        self._programs = ProgramCache(self.caller)
         self._placer = Placer(self.layout, self._microbatches, must_divide=self.train, local=options.local_batches)
         self.first_rows = FirstRows(options.mesh, local=options.local_batches)
         self.num_compiles = 0
@@ -154,7 +151,7 @@ class Step:
             >>> program.loops, program.memory.arguments > 0
             ((), True)
         """
-        return tuple(program for family in self._programs.values() for program in family)
+        return tuple(self._programs)
 
     @property
     def draws_random(self) -> bool:
@@ -189,69 +186,21 @@ class Step:
             split=self._microbatches.on_host,
             local=placed.local,
         )
-        family = self._programs.use(key) or []
-        num_calls = family[-1].num_calls if family else 0
-        found, given, cause = self._fitting(family, values)
-        if found is not None:
-            if self.options.look_again and not only_shapes and found.looks.is_due():
-                found.loss.look_again(values)
-            if found is not family[-1]:
-                family.append(family.pop(family.index(found)))
-            return found, [*placed.arrays, *given]
-        if isinstance(cause, str):
-            self._causes.note(cause, num_calls)
-        capture = functools.partial(self._capture, key, values)
-        loss = program_for((program.loss for program in reversed(family)), values, capture)
-        if (program := next((known for known in family if known.loss is loss), None)) is not None:
-            given = program.fit(values)
-            assert not isinstance(given, Mismatch)
-            family.append(family.pop(family.index(program)))
-            return program, [*placed.arrays, *given]
-        if isinstance(cause, Mismatch):
-            self._causes.note(cause, num_calls)
+        found = self._programs.find(key, values, functools.partial(self._capture, key, values))
+        if isinstance(found, Served):
+            looks = found.is_as_it_was and self.options.look_again and not only_shapes
+            if looks and found.program.looks.is_due():
+                found.program.loss.look_again(values)
+            return found.program, [*placed.arrays, *found.given]
         arrays = placed.arrays
         if any(isinstance(array, Tracer) for array in arrays):  # which do not say how they are split
             arrays = self._put(batch, only_shapes=True).arrays
-        program, given = self._compile(key, arrays, state, values, loss=loss)
-        family = [known for known in family if not loss.replaces(known.loss)]
-        if self._programs:
-            reason = cause or key.difference(list(self._programs)[-1])
-            logger.info("%s compiles again: %s", self.caller, reason)
-        self._programs.keep(key, [*family[1 - KEPT :], program])
+        program, given = self._compile(key, arrays, state, values, loss=found.loss)
+        if found.why:
+            logger.info("%s compiles again: %s", self.caller, found.why)
+        self._programs.keep(key, program)
         self.num_compiles += 1
-        self._warn_of_shapes(key)
         return program, [*placed.arrays, *given]
-
-    def _fitting(
-        self, family: list[StepProgram], values: HostValues
-    ) -> tuple[StepProgram | None, list[jax.Array], str | Mismatch | None]:
-        """The program for the values that Python asks for, with its further inputs, or why there is none.
-
-        Programs that are outdated go.
-        """
-        cause: str | Mismatch | None = None
-        for program in reversed(list(family)):
-            if outdated := program.outdated():
-                cause = cause or outdated
-                family.remove(program)
-            elif isinstance(found := program.fit(values), Mismatch):
-                cause = cause or found
-            else:
-                return program, found, None
-        return None, [], cause
-
-    def _warn_of_shapes(self, key: ProgramKey) -> None:
-        """Say once that leaves of the batch keep changing their shapes."""
-        if self._warned or not (found := key.varying(self._programs)):
-            return
-        self._warned = True
-        logger.warning(
-            "%s: each new shape of a batch is compiled, which takes time, and kept, which takes memory (the last %d "
-            "programs): %s. Pad to one size, or to a few; leave a short last batch out (drop_last=True).",
-            self.caller,
-            KEPT,
-            "; ".join(f"{path} has come as {', '.join(map(str, shapes))}" for path, shapes in found.items()),
-        )
 
     @error_prefix(None)
     def put(self, batch: PyTree) -> ShardedBatch:
@@ -266,7 +215,7 @@ class Step:
         """
         placed = self._put(batch)
         # The user may write to it until the step runs; what a program asks for is not known before there is one.
-        if not self._programs or any(program.reads_batch for program in self.programs):
+        if not self.programs or any(program.reads_batch for program in self.programs):
             placed = dataclasses.replace(placed, leaves=tuple(map(own_copy, placed.leaves)))
         return placed
 
@@ -396,7 +345,7 @@ class Step:
         of bytes as `remat`, also what that chose. On a mesh of three axes, also which entries are gathered where they
         are used: those that the plan splits over several axes in one dim, or over one of several axes of the batch.
         """
-        if not self._programs:
+        if not self.programs:
             return "Nothing was compiled yet."
         return "\n".join(self._notes(self.programs))
 

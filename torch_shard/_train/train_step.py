@@ -29,6 +29,7 @@ from torch_shard._loss import LossProgram, update_objects
 from torch_shard._scan import Siblings
 from torch_shard._sharding import LossFn, Stacks, constrain_stacks, to_meta, with_values
 from torch_shard._state import (
+    Optimizers,
     StateLayout,
     TrainState,
     as_arrays,
@@ -206,6 +207,14 @@ class TrainStep(Step):
             opt_state=self._labeled(opt_state),
             key=jax.random.wrap_key_data(put(words, self.replicated)),
             num_batches=put(np.zeros((), np.int32), self.replicated),
+            optimizers=self._optimizers(self.shardings),
+        )
+
+    def _optimizers(self, state: TrainState) -> Optimizers:
+        """Those that have trained a state, with this step's."""
+        own = self.optimizer
+        return Optimizers(
+            state.optimizers | ({self.options.label: own} if isinstance(own, torch.optim.Optimizer) else {})
         )
 
     def _release(self, names: tuple[str, ...]) -> None:
@@ -249,7 +258,8 @@ class TrainStep(Step):
         own, others = self._own(state)
         self._update.refuse_loaded(own.opt_state, self._held)
         state, metrics = program(self._layout.normal(own), arrays)
-        state = dataclasses.replace(state, opt_state=self._labeled(state.opt_state, others))
+        opt_state, optimizers = self._labeled(state.opt_state, others), self._optimizers(state)
+        state = dataclasses.replace(state, opt_state=opt_state, optimizers=optimizers)
         self._update.note_step()
         self._host_buffers.note_kept(program.kept, state)
         follow(metrics["loss"])
@@ -284,7 +294,7 @@ class TrainStep(Step):
     ) -> Callable[..., PyTree]:
         if program.without_grad:
             logger.info("%s: the loss does not reach %s", self.caller, ", ".join(program.without_grad))
-        if not self._programs and any(group.refused for group in program.groups):
+        if not self.programs and any(group.refused for group in program.groups):
             self._store(program.groups)  # layers that are not a loop are better stored one by one
         layout, run = self._layout, self._microbatches.run(program, self.plan)
 

@@ -1,0 +1,219 @@
+"""The programs of a step: what each was compiled for, which one serves a call, and why another one is needed."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Iterator
+
+import jax
+
+from torch_shard._capture import Mismatch
+from torch_shard._common.last_used import KEPT, LastUsed
+from torch_shard._loss import BatchSignature, HostValues, LossProgram, TakenApart, program_for
+from torch_shard._train.programs import StepProgram
+
+logger = logging.getLogger(__name__)
+
+MANY_SHAPES = 3
+"""A short last batch makes two."""
+
+WARNED, REFUSED = 4, 8
+"""Of the programs that were needed anew for one reason, the one that a warning tells of, and the one too many."""
+
+PAID_OFF = 100
+"""Calls of a program after which its compilation does not count."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramKey:
+    """All that a program of a step was compiled for.
+
+    Attributes:
+        signature: Of the batch.
+        flags: Training flags of the model's modules, in order; none of an evaluation.
+        settings: Settings of torch and JAX that change what a callable means.
+        hooks: Gradient hooks of the trained parameters, as of `gradient_hooks`; none of an evaluation.
+        skip_grad_norm: The limit of the guard, if the step has one.
+    """
+
+    signature: BatchSignature
+    flags: tuple[bool, ...]
+    settings: tuple[object, ...]
+    hooks: tuple[tuple[int, ...], ...]
+    skip_grad_norm: float | None
+
+    def difference(self, earlier: "ProgramKey") -> str:
+        """Say what differs from an earlier program."""
+        if self.flags != earlier.flags:
+            return "modules were switched between train() and eval()"
+        if self.settings != earlier.settings:
+            return "torch's default dtype, autocast, hooks on all modules, JAX's x64 or the user's own kernels changed"
+        if self.hooks != earlier.hooks:
+            return "gradient hooks of parameters (register_hook) were added or removed"
+        if self.skip_grad_norm != earlier.skip_grad_norm:
+            return f"skip_grad_norm changed from {earlier.skip_grad_norm} to {self.skip_grad_norm}"
+        old, new = earlier.signature, self.signature
+        if new.tree != old.tree or len(new.leaves) != len(old.leaves):
+            return f"the structure of the batch changed from {old.tree} to {new.tree}"
+        pairs = zip(old.leaves, new.leaves, strict=True)
+        changed = [_difference(was, now) for was, now in pairs if was != now]
+        return "in the batch, " + "; ".join(changed)
+
+    def varying(self, others: Iterable["ProgramKey"]) -> dict[str, list[tuple[int, ...]]]:
+        """Arrays of the batch that have come in three shapes or more where all else is as here: paths and shapes."""
+        alike = [other.signature.specs for other in others if other._apart_from_leaves() == self._apart_from_leaves()]
+        shapes = [list(dict.fromkeys(spec.shape for spec in specs)) for specs in zip(*alike, strict=True)]
+        if not any(len(seen) >= MANY_SHAPES for seen in shapes):
+            return {}
+        pairs = zip(self.signature.paths, shapes, strict=True)
+        return {path: seen for path, seen in pairs if len(seen) >= MANY_SHAPES}
+
+    def _apart_from_leaves(self) -> tuple[object, ...]:
+        signature = self.signature
+        return signature.tree, len(signature.specs), self.flags, self.settings, self.hooks, self.skip_grad_norm
+
+
+def _difference(was: object, now: object) -> str:
+    if isinstance(was, TakenApart) and isinstance(now, TakenApart):
+        return was.difference(now)
+    return f"{was} is now {now}"
+
+
+class Causes:
+    """Counts the programs that were needed anew for the same reason, so that nobody pays for many without knowing."""
+
+    def __init__(self, who: str) -> None:
+        self._who, self._found = who, dict[str, list[str]]()
+
+    def note(self, cause: str | Mismatch, num_calls: int) -> None:
+        """Note why a program is needed anew."""
+        found = self._found.setdefault(cause if isinstance(cause, str) else cause.place, [])
+        if num_calls > PAID_OFF:
+            found.clear()
+        known = {} if isinstance(cause, str) else {cause.before: None}
+        found += [value for value in known if not found]
+        found.append("" if isinstance(cause, str) else cause.now)
+        number = len(found) - len(known)
+        if number not in (WARNED, REFUSED) and number < REFUSED:
+            return
+        values = f" (so far {', '.join(found)})" if known else ""
+        remedy = _OF_ATTRIBUTES if isinstance(cause, str) else _OF_VALUES
+        if number >= REFUSED:
+            raise NotImplementedError(f"{self._who}: {cause}{values}, which would be program {number + 1}. {remedy}")
+        logger.warning(
+            "%s: %s%s. This is program %d, and each takes time to compile. %s",
+            self._who,
+            cause,
+            values,
+            number + 1,
+            remedy,
+        )
+
+
+_OF_ATTRIBUTES = (
+    "Pass what changes from step to step in the batch, as a tensor, or keep it in a buffer (register_buffer). A tensor "
+    "may also be written in place (x.copy_(new)), which needs no other program."
+)
+_OF_VALUES = (
+    "Work on it as a tensor: torch.where(condition, a, b) instead of `if`, arithmetic instead of .item(). "
+    "Pad what differs in size to one size; or compute the value before the step and pass it as data, in the batch. A "
+    "number needs no other program where it only says at which index a slice of fixed length begins, or is added, "
+    "multiplied or compared."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A program that serves a call, with its further inputs.
+
+    Attributes:
+        program: The program.
+        given: The inputs that are computed on the host.
+        is_as_it_was: Whether it was found as it is; else the loss was captured once more for it.
+    """
+
+    program: StepProgram
+    given: list[jax.Array]
+    is_as_it_was: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Needed:
+    """A loss of which there is no program yet.
+
+    Attributes:
+        loss: The loss.
+        why: What no program of the step is for; empty at the first one.
+    """
+
+    loss: LossProgram
+    why: str
+
+
+class ProgramCache:
+    """The last programs of a step, by what they were compiled for and by the values that Python asked for.
+
+    Args:
+        who: The step, for errors.
+    """
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+        self._families = LastUsed[ProgramKey, list[StepProgram]]()  # in each, the one that was used last is the last
+        self._causes, self._has_warned = Causes(who), False
+
+    def __iter__(self) -> Iterator[StepProgram]:
+        """In the order of their last use."""
+        return (program for family in self._families.values() for program in family)
+
+    def find(self, key: ProgramKey, values: HostValues, capture: Callable[[int], LossProgram]) -> Served | Needed:
+        """The program for a call, or the loss that is to be compiled for it.
+
+        Args:
+            key: What it is for, as far as that is known without the loss.
+            values: What Python may ask for.
+            capture: Captures the loss for a microbatch.
+        """
+        family = self._families.use(key) or []
+        num_calls = family[-1].num_calls if family else 0
+        why: str | Mismatch | None = None
+        for program in reversed(list(family)):
+            if outdated := program.outdated():
+                why = why or outdated
+                family.remove(program)
+            elif isinstance(given := program.fit(values), Mismatch):
+                why = why or given
+            else:
+                return self._served(family, program, given, is_as_it_was=True)
+        if isinstance(why, str):
+            self._causes.note(why, num_calls)
+        loss = program_for((program.loss for program in reversed(family)), values, capture)
+        if (program := next((known for known in family if known.loss is loss), None)) is not None:
+            given = program.fit(values)
+            assert not isinstance(given, Mismatch)
+            return self._served(family, program, given, is_as_it_was=False)
+        if isinstance(why, Mismatch):
+            self._causes.note(why, num_calls)
+        last = next(reversed(self._families), None)
+        return Needed(loss, "" if last is None else str(why or key.difference(last)))
+
+    def _served(
+        self, family: list[StepProgram], program: StepProgram, given: list[jax.Array], *, is_as_it_was: bool
+    ) -> Served:
+        if program is not family[-1]:
+            family.append(family.pop(family.index(program)))
+        return Served(program, given, is_as_it_was)
+
+    def keep(self, key: ProgramKey, program: StepProgram) -> None:
+        """Take in a program, in the place of those that it is more general than."""
+        family = [known for known in self._families.get(key, []) if not program.loss.replaces(known.loss)]
+        self._families.keep(key, [*family[1 - KEPT :], program])
+        if self._has_warned or not (found := key.varying(self._families)):
+            return
+        self._has_warned = True
+        logger.warning(
+            "%s: each new shape of a batch is compiled, which takes time, and kept, which takes memory (the last %d "
+            "programs): %s. Pad to one size, or to a few; leave a short last batch out (drop_last=True).",
+            self._who,
+            KEPT,
+            "; ".join(f"{path} has come as {', '.join(map(str, shapes))}" for path, shapes in found.items()),
+        )
