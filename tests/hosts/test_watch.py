@@ -12,7 +12,8 @@ def is_in_vain(**given):
     """Whether a process is seen to wait in vain."""
     computes = types.SimpleNamespace(is_ready=lambda: not given.get("computes", False))
     line = {"failure": (1, "OSError: no disk"), "ended": {}, "told": False, "dying": False, "saved": False}
-    line |= {"loop": None, "running": computes} | given
+    status = types.SimpleNamespace(waits=given.get("waits"))
+    line |= {"loop": None, "running": computes, "status": status} | given
     return watch.in_vain(types.SimpleNamespace(**line)) is not None
 
 
@@ -30,6 +31,7 @@ def is_in_vain(**given):
         ({"told": True, "dying": True, "saved": True}, False),
         ({"told": True, "dying": True, "computes": True, "saved": True}, True),
         ({"told": True, "saved": True}, False),
+        ({"told": True, "saved": True, "waits": (1, "save", 60.0)}, True),
         ({"failure": None, "ended": {1: "it came to its end"}, "computes": True}, True),
         ({"failure": None, "ended": {1: "it came to its end"}}, False),
     ],

@@ -64,7 +64,8 @@ def in_vain(peers: Peers) -> str | None:
     computes = running is not None and not running.is_ready()
     if peers.failure is not None:
         has_caught = peers.told and not peers.dying
-        if (computes and peers.loop is not None) or (not has_caught and (computes or not peers.saved)):
+        is_stuck = peers.status.waits is not None  # in the store of a process 0 that is stopped; else it had raised
+        if is_stuck or (computes and peers.loop is not None) or (not has_caught and (computes or not peers.saved)):
             return "process {} failed: {}".format(*peers.failure)
     elif peers.ended and computes:
         ended, how = next(iter(peers.ended.items()))

@@ -16,7 +16,7 @@ from torch_shard._common.convert import host_array, to_host
 from torch_shard._common.dtypes import torch_dtype
 from torch_shard._common.validate import check_path
 from torch_shard._io.checkpointer import Checkpointer
-from torch_shard._io.export import SHARD_BYTES, Export, write_torch
+from torch_shard._io.export import SHARD_BYTES, result_of, split, write_safetensors, write_torch
 from torch_shard._io.formats import SAFETENSORS, TORCH, Stored, TensorFile, open_safetensors, open_torch
 from torch_shard._io.integrity import find_damage
 from torch_shard._io.inventory import find_checkpoint, holds_checkpoint
@@ -55,8 +55,9 @@ def convert_weights(
         return write_torch(target, {name: file.tensor(name) for name in file.stored})
     if to == "checkpoint":
         return write_checkpoint(target, {name: file.tensor(name) for name in file.stored})
-    export = Export(target, file.stored, max_shard_bytes, {"format": "pt"})
-    return export.write(file.tensor(name) for name in export.names)
+    parts = split(file.stored, max_shard_bytes)
+    tensors = (file.tensor(name) for names in parts for name in names)
+    return write_safetensors(result_of(target, parts), file.stored, parts, tensors, {"format": "pt"})
 
 
 def _format_of(target: Path) -> str:
