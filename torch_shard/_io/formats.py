@@ -47,7 +47,7 @@ class TensorFile:
 
     Attributes:
         shown: The file, for messages.
-        stored: What lies there, in the order of the file.
+        stored: What lies there, by name.
         tensor: Gives one of them; bytes are read when touched, and take memory while it lives. It is not to be kept.
     """
 
@@ -76,7 +76,7 @@ def _mapped(open_file: Callable[[], Callable[[str], torch.Tensor]]) -> Callable[
 def _safetensors_file(path: Path) -> TensorFile:
     try:
         with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.offset_keys()}
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (no dict)
             held = {name: (tuple(found.get_shape()), found.get_dtype()) for name, found in slices.items()}
     except SafetensorError as error:
         if zipfile.is_zipfile(path):
