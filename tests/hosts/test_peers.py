@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import datetime
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -102,12 +103,12 @@ def test_all_stop_where_the_farthest_is() -> None:
         made = gates(found)
         for gate, begun in zip(made, (4, 5, 4), strict=True):
             assert all(gate.may_run(position) for position in range(begun))
-        assert made[2].stop(3, "OSError: no disk") == 5  # its fourth step could not be begun
+        assert made[2].behind(3, OSError("no disk")) == 2  # its fourth step could not be begun
         for gate in made[:2]:
             until = time.monotonic() + 5
             while gate.at is None and time.monotonic() < until:
                 time.sleep(0.01)
-            assert (gate.at, gate.leave()) == (5, (2, "OSError: no disk"))
+            assert (gate.at, gate.reason) == (5, (2, "OSError: no disk"))
             assert gate.may_run(4)
             assert not gate.may_run(5)
 
@@ -116,18 +117,18 @@ def test_who_is_signalled_stands_still_until_all_stop() -> None:
     with a_job(2) as found:
         one, other = gates(found)
         assert all(gate.may_run(position) for gate in (one, other) for position in range(3))
-        other.wanted = "SIGTERM"
+        other.received = signal.SIGTERM
         assert together(lambda: other.may_run(3), lambda: one.may_run(3)) in ([False, False], [True, True])
         assert not other.may_run(4)
         assert (one.at, other.at) in ((3, 3), (4, 4))
-        assert other.leave() == (1, "SIGTERM")
+        assert other.reason == (1, "SIGTERM")
 
 
 def test_none_stops_if_one_has_left_the_loop() -> None:
     with a_job(2) as found:
         made = gates(found)
         made[0].close()
-        assert made[1].stop(3, "SIGTERM") is None
+        assert made[1].behind(3, OSError("no disk")) is None
         assert made[1].may_run(3)
 
 

@@ -27,8 +27,7 @@ from torch_shard._fit.loop import Evaluation, Loop, Settings
 from torch_shard._fit.predictions import Compute, Predictions
 from torch_shard._fit.reports import Bar, MetricsLog, Reports
 from torch_shard._fit.schedule import Schedule
-from torch_shard._fit.signals import StopRequest
-from torch_shard._hosts import Gate, compare
+from torch_shard._hosts import Gate, compare, is_shared
 from torch_shard._io import Checkpointer
 from torch_shard._state import TrainState
 from torch_shard._train import ApplyFn, EvalStep, Step, TrainStep
@@ -182,8 +181,7 @@ def fit(
             predictions = Predictions(step, predict, compute_metrics)
         evaluation = Evaluation(eval_step, _batches("eval_loader", eval_loader, eval_step, settings.seed), predictions)
     schedule = Schedule.of(step, scheduler, schedule_by, epoch=batches.per_epoch, evaluates=evaluation is not None)
-    gate = Gate.of(step.mesh)
-    if gate is not None:
+    if is_shared(step.mesh):
         given = {"a given state": state is not None, "predictions": predict is not None}
         loaders = {"loader": loader, "eval_loader": eval_loader}
         _agree_on_run(dataclasses.asdict(settings) | given, checkpointer, loaders)
@@ -198,11 +196,10 @@ def fit(
         metrics_log = None
         if log is not None and tells:
             metrics_log = stack.enter_context(contextlib.closing(MetricsLog(log, start=start)))
-        stop = StopRequest(gate)
+        gate = Gate.of(step.mesh)
+        stack.callback(gate.close)
         if checkpointer is not None:
-            stack.enter_context(stop)
-        if gate is not None:
-            stack.callback(gate.close)
+            stack.enter_context(gate.signals())
         ahead = Ahead(batches.starting_at(start), step, prefetch, steps - start)
         stack.callback(ahead.close)
         reports = Reports(bar, metrics_log, log_every)
@@ -220,7 +217,7 @@ def fit(
             evaluation=evaluation,
             checkpointer=checkpointer,
             reports=reports,
-            stop=stop,
+            gate=gate,
             schedule=schedule,
             told=told,
         ).run()

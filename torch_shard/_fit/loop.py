@@ -17,8 +17,7 @@ from torch_shard._fit.data import Ahead, Batches
 from torch_shard._fit.predictions import Predictions
 from torch_shard._fit.reports import Reports, num_rows, scalars
 from torch_shard._fit.schedule import Schedule
-from torch_shard._fit.signals import StopRequest
-from torch_shard._hosts import PeerError
+from torch_shard._hosts import Gate, PeerError
 from torch_shard._io import Checkpointer
 from torch_shard._spmd import assert_replica_integrity
 from torch_shard._state import TrainState, check_skip_grad_norm
@@ -108,7 +107,7 @@ class Loop:
     evaluation: Evaluation | None
     checkpointer: Checkpointer | None
     reports: Reports
-    stop: StopRequest
+    gate: Gate
     schedule: Schedule
     told: Callbacks
     begun: ShardedBatch | None = None
@@ -125,12 +124,12 @@ class Loop:
         failed = None
         self._heed()
         try:
-            while self.position < self.settings.steps and not self.stopped and self.stop.may_run(self.position):
+            while self.position < self.settings.steps and not self.stopped and self.gate.may_run(self.position):
                 self._advance(next(self.ahead))
                 # All processes stop before a batch that is missing in one, which goes on with them until then.
                 found = self.ahead.failed() if failed is None else None
                 failed = failed or found
-                if found is not None and self.stop.behind(self.position, found) is None:
+                if found is not None and self.gate.behind(self.position, found) is None:
                     raise found
             if failed is not None:
                 raise failed
@@ -139,7 +138,7 @@ class Loop:
             raise
         self._end()
         if self.position < self.settings.steps and not self.stopped:
-            self.stop.leave(self.position)
+            self.gate.leave(self.position)
         return self.state
 
     def _advance(self, placed: ShardedBatch) -> None:
@@ -260,10 +259,10 @@ class Loop:
             self.state = error.state
         if not self.sound:  # all have found that
             return self._name_newest(error)
-        behind = None if isinstance(error, PeerError) else self.stop.behind(self.position, error)
+        behind = None if isinstance(error, PeerError) else self.gate.behind(self.position, error)
         ready = self.ahead.num_ready + (self.begun is not None)
         if behind is None or behind > ready or self.state.step.is_deleted():
-            self.stop.fail(error)
+            self.gate.fail(error)
             return self._name_newest(error)
         try:
             self._flush_if_possible()
@@ -271,7 +270,7 @@ class Loop:
                 self._advance(self.begun or next(self.ahead))
             self._end()
         except Exception as second:
-            self.stop.fail(error)
+            self.gate.fail(error)
             error.add_note(f"fit: the state could not be saved either: {second}")
         else:
             if self.checkpointer is not None:

@@ -6,7 +6,6 @@ from torch_shard._hosts.initialize import Launch as Launch
 from torch_shard._hosts.initialize import check_started as check_started
 from torch_shard._hosts.initialize import initialize as initialize
 from torch_shard._hosts.peers import PeerError as PeerError
-from torch_shard._hosts.peers import describe as describe
 from torch_shard._hosts.processes import ProcessMismatchError as ProcessMismatchError
 from torch_shard._hosts.processes import agree as agree
 from torch_shard._hosts.processes import begin_run as begin_run
