@@ -21,7 +21,7 @@ from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_count, check_directory, check_file, check_kind, check_path
 from torch_shard._common.wrappers import unwrapped
 from torch_shard._device import refuse_meta, to_cpu
-from torch_shard._hosts import agree
+from torch_shard._hosts import exchange
 from torch_shard._io.formats import DTYPES, Stored
 from torch_shard._sharding import Stacks, group_ties, holdings, unsaved_buffers
 from torch_shard._state import TrainState
@@ -276,16 +276,14 @@ def _dtype_of(state: object, name: str, struct: PyTree) -> torch.dtype:
 
 def _write_once(write: Callable[[Iterator[torch.Tensor]], object], tensors: Iterator[torch.Tensor]) -> None:
     """Let the first process write; all of them go through the tensors, which gathers those on several processes."""
-    if jax.process_count() == 1:
-        write(tensors)
-        return
-    failure = None
-    try:
-        if jax.process_index() == 0:
-            write(tensors)
-    except Exception as error:
-        failure = error
-    for _ in tensors:
-        pass
-    if agree(failure is not None):
-        raise failure or RuntimeError("The first process could not write the weights; its own error says why.")
+
+    def go_through() -> None:
+        try:
+            if jax.process_index() == 0:
+                write(tensors)
+        finally:
+            if jax.process_count() > 1:
+                for _ in tensors:
+                    pass
+
+    exchange(go_through)
