@@ -37,13 +37,15 @@ from torch_shard._io.manifest import (
     find_steps,
     flatten,
     head_of,
+    make_orbax,
     parts_of,
+    read_arrays,
     read_head,
     step_path,
     targets,
+    to_save,
     write_head,
 )
-from torch_shard._io.orbax import make_orbax, read_arrays, to_save
 from torch_shard._io.param_groups import take_groups
 from torch_shard._sharding import Stacks
 from torch_shard._state import TrainState, as_arrays

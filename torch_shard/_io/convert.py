@@ -1,15 +1,19 @@
-"""Files of weights from one format to the other, a tensor at a time, without a model."""
+"""Weights and checkpoints without a model: from one format to the other, a tensor at a time, and as a table."""
 
 import functools
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from rich.console import Group
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
 
 from torch_shard._common.caller import caller, error_prefix
 from torch_shard._common.convert import host_array, to_host
@@ -19,9 +23,17 @@ from torch_shard._io.checkpointer import Checkpointer
 from torch_shard._io.export import SHARD_BYTES, result_of, split, write_safetensors, write_torch
 from torch_shard._io.formats import SAFETENSORS, TORCH, Stored, TensorFile, open_safetensors, open_torch
 from torch_shard._io.integrity import find_damage
-from torch_shard._io.inventory import find_checkpoint, holds_checkpoint
-from torch_shard._io.manifest import TENSORS, SavedArray, read_head
-from torch_shard._io.orbax import make_orbax, read_arrays
+from torch_shard._io.manifest import (
+    HEAD,
+    TENSORS,
+    Head,
+    SavedArray,
+    find_steps,
+    make_orbax,
+    read_arrays,
+    read_head,
+    step_path,
+)
 from torch_shard._state import TrainState
 
 FORMATS = ("safetensors", "torch", "checkpoint")
@@ -141,3 +153,55 @@ def write_checkpoint(directory: Path, tensors: Mapping[str, torch.Tensor]) -> Pa
         state = TrainState(zero, params, {}, {}, (), jax.random.key(0), zero, wide=wide)
         checkpointer.save(state)
         return checkpointer.path(0)
+
+
+def holds_checkpoint(path: Path) -> bool:
+    """Tell whether it is a checkpoint, or a directory of them."""
+    return (path / HEAD).exists() or bool(find_steps(path))
+
+
+def find_checkpoint(path: Path) -> Path:
+    """A checkpoint, or the newest of a directory of them."""
+    if (path / HEAD).exists():
+        return path
+    if not (steps := find_steps(path)):
+        below = sorted({found.parent.parent for found in path.glob(f"*/step_*/{HEAD}")})
+        there = f" Below it are some: {', '.join(map(str, below))}." if below else ""
+        raise FileNotFoundError(
+            f"{path} is not a checkpoint and holds none (directories such as step_00000100).{there}"
+        )
+    return step_path(path, steps[-1])
+
+
+def inventory(path: Path) -> Group:
+    """Contents of a checkpoint, for people."""
+    head = read_head(path)
+    size = decimal(sum(stored.num_bytes for stored in head.stored))
+    metrics = "".join(f", {name} {value:.6g}" for name, value in head.metrics.items())
+    axes = ", ".join(f"{axis}={size}" for axis, size in head.mesh.items())
+    summary = f"{path}: step {head.step}, {head.num_batches} batches seen, {size}{metrics}, on mesh ({axes})"
+    table = Table()
+    for heading in ("name", "kind", "shape", "dtype", "spec", "bytes", "stored"):
+        table.add_column(heading, overflow="fold", justify="right" if heading == "bytes" else "left")
+    for row in _rows(head):
+        table.add_row(*(Text(str(cell)) for cell in row))
+    return Group(Text(summary), table)
+
+
+def _rows(head: Head) -> Iterator[tuple[object, ...]]:
+    """A row for each parameter and buffer, and one for each place in the rest of the state."""
+    rest: dict[str, list[SavedArray]] = {}
+    for stored in head.stored:
+        if stored.where != TENSORS:
+            rest.setdefault(stored.where, []).append(stored)
+            continue
+        (shape, dtype), count = stored.entry_type, len(stored.names)
+        for number, name in enumerate(stored.names):
+            kind = f"{stored.kind}, not in state_dict" if name in head.unsaved else stored.kind
+            place = f"row {number} of {count}" if count > 1 else ""
+            yield name, kind, shape, dtype, stored.spec, decimal(stored.num_bytes // count), place
+    for where, several in rest.items():
+        count, size = sum(len(stored.names) for stored in several), sum(stored.num_bytes for stored in several)
+        dtypes = ", ".join(dict.fromkeys(stored.dtype for stored in several))
+        shape = "by name" if count else several[0].shape
+        yield where, f"{count} entries" if count else "", shape, dtypes, "", decimal(size), ""
