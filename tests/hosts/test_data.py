@@ -7,6 +7,7 @@ import os
 import pickle
 
 import ml_dtypes
+import msgpack
 import numpy as np
 import pytest
 import torch
@@ -127,25 +128,28 @@ class Command:
         return os.abort, ()
 
 
-def packed(header, rest=b""):
-    return len(header).to_bytes(4, "big") + header + rest
+def packed(*parts):
+    return msgpack.packb(msgpack.ExtType(0, msgpack.packb(parts)))
 
 
 @pytest.mark.parametrize(
     "data",
     [
         pickle.dumps(Command()),
-        packed(b'{"array": ["O", [1]]}', bytes(8)),
-        packed(b'{"array": ["float32", [-1]]}', bytes(8)),
-        packed(b'{"array": ["float32", [1099511627776, 1099511627776]]}', bytes(8)),
-        packed(b'{"tensor": ["_C", [1]]}', bytes(8)),
-        packed(b'{"bytes": 9}', b"8 bytes!"),
-        packed(b'{"bytes": 7}', b"8 bytes!"),
-        packed(b'{"command": "rm"}'),
-        packed(b'{"dict": [[[], 1]]}'),
-        packed(b"[" * 100_000),
-        packed(b"1" * 10_000),
-        (1 << 30).to_bytes(4, "big"),
+        packed("array", "O", [1], bytes(8)),
+        packed("array", "float32", [-1, -1], bytes(8)),
+        packed("array", "float32", [1 << 40, 1 << 40], bytes(8)),
+        packed("tensor", "_C", [1], bytes(8)),
+        packed("tensor", "float32", [3], bytes(8)),
+        packed("command", "rm"),
+        packed(),
+        msgpack.packb(["8 bytes!"])[:-1],
+        msgpack.packb("8 bytes!") + b"!",
+        msgpack.packb({}).replace(b"\x80", b"\x81\x90\x01"),
+        b"\x91" * 100_000,
+        packed("int", "1" * 10_000),
+        packed("tuple", *[b"\xdd\xff\xff\xff\xff"])[:-2],
+        b"\xdd\xff\xff\xff\xff",
         b"",
     ],
 )

@@ -1,16 +1,14 @@
 """What is found in the environments of launchers."""
 
-import dataclasses
-
 import pytest
 
 from tests.tables.launchers import OPEN_MPI, PLAIN, REFUSED, ROWS, SKYPILOT, TASK, TORCHRUN, TORCHRUN_HOSTS
-from torch_shard._hosts.devices import share_devices
-from torch_shard._hosts.launch_request import LaunchRequest, find, of_variables
+from torch_shard._hosts.initialize import share_devices
+from torch_shard._hosts.launchers import find, of_arguments, with_variables
 
 
 def look(env):
-    return find(env, of_variables(env))
+    return find(env, with_variables(of_arguments(None, None, None), env))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -103,16 +101,11 @@ def test_devices_that_do_not_divide_are_refused():
         share_devices({}, (0, 3), 8)
 
 
-def arguments(**given):
-    asked = LaunchRequest(coordinator=None, num_processes=None, process_id=None, says="given", by_arguments=True)
-    return dataclasses.replace(asked, **given)
-
-
 def test_arguments_decide():
-    whole = arguments(coordinator="a:1", num_processes=2, process_id=1).or_else(of_variables(TASK))
+    whole = with_variables(of_arguments("a:1", 2, 1), TASK)
     found = find(TASK, whole)
     assert (found.coordinator, found.num_processes, found.process_id, found.local) == ("a:1", 2, 1, None)
-    alone = find({**TASK, **PLAIN}, arguments(num_processes=1).or_else(of_variables(PLAIN)))
+    alone = find({**TASK, **PLAIN}, with_variables(of_arguments(None, 1, None), PLAIN))
     assert (alone.num_processes, alone.process_id) == (1, 0)
-    with pytest.raises(ValueError, match=r"given contradicts RANK=1, WORLD_SIZE=2"):
-        find(TORCHRUN, arguments(num_processes=4))
+    with pytest.raises(ValueError, match=r"num_processes=4 contradicts RANK=1, WORLD_SIZE=2"):
+        find(TORCHRUN, of_arguments(None, 4, None))

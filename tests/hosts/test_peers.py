@@ -4,21 +4,22 @@ import concurrent.futures
 import contextlib
 import datetime
 import os
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
 from torch.distributed import TCPStore
 
 from tests.oracles.processes import run_alone
-from torch_shard._hosts.judge import TOGETHER, News, Status
-from torch_shard._hosts.neighbours import Neighbours
-from torch_shard._hosts.peers import PeerError, Peers
+from torch_shard._hosts.judge import TOGETHER, Times
+from torch_shard._hosts.peers import PeerError, Peers, _is_running
+from torch_shard._hosts.session import put_down
 from torch_shard._hosts.stopping import Gate
-from torch_shard._hosts.times import Times
 
 TIMES = Times(beat=0.05, silent=5.0)
 
@@ -31,10 +32,8 @@ def store_of(port: int, **options: object) -> TCPStore:
 def a_job(num: int, times: Times = TIMES) -> Iterator[list[Peers]]:
     """All processes of a job, and where their store is."""
     held = store_of(0, is_master=True)
-    held.multi_set([f"job/of/{rank}" for rank in range(num)], [Status().text()] * num)
-    held.set("job/news", News().text())
-    alone = [Neighbours(np.zeros((num, 4), np.uint32), rank) for rank in range(num)]  # threads die with their process
-    found = [Peers(store_of(held.port) if rank else held, "job", alone[rank], times) for rank in range(num)]
+    put_down(held, "job", num)
+    found = [Peers(store_of(held.port) if rank else held, "job", rank, num, times, {}) for rank in range(num)]
     try:
         yield found
     finally:
@@ -104,22 +103,47 @@ def test_all_stop_where_the_farthest_is() -> None:
         made = gates(found)
         for gate, begun in zip(made, (4, 5, 4), strict=True):
             assert all(gate.may_run(position) for position in range(begun))
-        assert made[2].stop(3, "OSError: no disk") == 5  # its fourth step could not be begun
+        assert made[2].behind(3, OSError("no disk")) == 2  # its fourth step could not be begun
         for gate in made[:2]:
             until = time.monotonic() + 5
             while gate.at is None and time.monotonic() < until:
                 time.sleep(0.01)
-            assert (gate.at, gate.leave()) == (5, (2, "OSError: no disk"))
+            assert (gate.at, gate.reason) == (5, (2, "OSError: no disk"))
             assert gate.may_run(4)
             assert not gate.may_run(5)
+
+
+def test_who_is_signalled_stands_still_until_all_stop() -> None:
+    with a_job(2) as found:
+        one, other = gates(found)
+        assert all(gate.may_run(position) for gate in (one, other) for position in range(3))
+        other.received = signal.SIGTERM
+        assert together(lambda: other.may_run(3), lambda: one.may_run(3)) in ([False, False], [True, True])
+        assert not other.may_run(4)
+        assert (one.at, other.at) in ((3, 3), (4, 4))
+        assert other.reason == (1, "SIGTERM")
 
 
 def test_none_stops_if_one_has_left_the_loop() -> None:
     with a_job(2) as found:
         made = gates(found)
         made[0].close()
-        assert made[1].stop(3, "SIGTERM") is None
+        assert made[1].behind(3, OSError("no disk")) is None
         assert made[1].may_run(3)
+
+
+def test_a_process_that_has_died_is_missed_also_before_its_parent_has_asked() -> None:
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert _is_running(other.pid)
+    other.kill()
+    until = time.monotonic() + 5
+    while _is_running(other.pid) and time.monotonic() < until:  # nobody has waited for it
+        time.sleep(0.01)
+    assert not _is_running(other.pid)
+    other.wait()
+    assert not _is_running(other.pid)
+    assert other.stdin is not None
+    other.stdin.close()
 
 
 MAGIC = b"\x00" + struct.pack("<I", 0x3C85F7CE)  # with which a client of a store begins

@@ -5,15 +5,16 @@ import types
 import pytest
 
 from tests.oracles.processes import run_alone
-from torch_shard._hosts.watch import _Watch
+from torch_shard._hosts import watch
 
 
-def in_vain(**given):
+def is_in_vain(**given):
     """Whether a process is seen to wait in vain."""
     computes = types.SimpleNamespace(is_ready=lambda: not given.get("computes", False))
     line = {"failure": (1, "OSError: no disk"), "ended": {}, "told": False, "dying": False, "saved": False}
-    line |= {"loop": None, "running": computes} | given
-    return _Watch(types.SimpleNamespace(**line))._in_vain() is not None
+    status = types.SimpleNamespace(waits=given.get("waits"))
+    line |= {"loop": None, "running": computes, "status": status} | given
+    return watch.in_vain(types.SimpleNamespace(**line)) is not None
 
 
 @pytest.mark.parametrize(
@@ -30,19 +31,20 @@ def in_vain(**given):
         ({"told": True, "dying": True, "saved": True}, False),
         ({"told": True, "dying": True, "computes": True, "saved": True}, True),
         ({"told": True, "saved": True}, False),
+        ({"told": True, "saved": True, "waits": (1, "save", 60.0)}, True),
         ({"failure": None, "ended": {1: "it came to its end"}, "computes": True}, True),
         ({"failure": None, "ended": {1: "it came to its end"}}, False),
     ],
 )
 def test_who_waits_in_vain_is_ended(given, is_ended):
-    assert in_vain(**given) == is_ended
+    assert is_in_vain(**given) == is_ended
 
 
 PROGRAM = """
 import os, sys, time
 from tests.hosts.test_peers import a_job
 from torch_shard._hosts.peers import PeerError
-from torch_shard._hosts.times import Times
+from torch_shard._hosts.judge import Times
 from torch_shard._hosts.watch import watch
 
 times = Times(beat=0.05, silent=0.5, grace=0.2)

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 import torch_shard as ts
 from tests.tables.checkpointed import flip_a_bit
-from torch_shard._io.inventory import find_checkpoint
+from torch_shard._io.convert import find_checkpoint
 from torch_shard.cli import app
 
 
@@ -44,7 +44,7 @@ def test_inspect_shows_what_is_inside(copied):
         "row 2 of 4",
     ]
     assert rows["scale"][2] == "buffers, not in state_dict"
-    assert rows["opt_state[0].mu"][2] == "21"
+    assert rows["opt_state[0].mu"][2] == "21 entries"
     flip_a_bit(copied / "step_00000004" / "checksums.json")
     damaged = CliRunner().invoke(app, ["inspect", str(copied / "step_00000004"), "--verify"])
     assert damaged.exit_code == 1

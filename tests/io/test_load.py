@@ -123,7 +123,7 @@ def test_a_checkpoint_in_bfloat16_is_no_float32_model_unless_asked(tmp_path: pat
     structs = {"weight": jax.ShapeDtypeStruct((8, 4), jnp.float32), "bias": jax.ShapeDtypeStruct((8,), jnp.bfloat16)}
     with pytest.raises(
         ValueError,
-        match=r"weight \(8, 4\) torch.bfloat16: the model has weight as float32. Read it as dtype=torch.float32",
+        match=r"weight \(8, 4\) torch.bfloat16: the model has weight as torch.float32. Read it as dtype=torch.float32",
     ):
         ts.load_safetensors(tmp_path, structs, make_mesh((4, 2)), WHOLE)
     found = ts.load_safetensors(tmp_path, structs, make_mesh((4, 2)), WHOLE, dtype=torch.float32)
@@ -207,9 +207,10 @@ def test_no_more_than_a_run_of_the_file_is_mapped(
     load(
         tmp_path, structs, make_mesh((4, 2)), ts.ShardingPlan({"large": P(None, "model")}, default=P("batch", "model"))
     )
-    # Of a run's rows a shard has half the columns; the kernel maps up to 64 KiB around each page. A file of torch.save
-    # is mapped anew after so much was read: what is alive meanwhile makes it two, and the run before it three.
-    assert run // 2 <= peak <= 4 * run
+    # Of a run's rows a shard has half the columns; the kernel maps up to 64 KiB around each page, or the large page of
+    # which it is a part. A file is mapped anew after so much was read: what is alive meanwhile makes it two, and the
+    # run before it three.
+    assert run // 2 <= peak <= 4 * run + 2**17
 
 
 def resident(folder: pathlib.Path) -> int:

@@ -126,6 +126,26 @@ def test_states_of_other_shapes_are_refused(tmp_path):
         ts.load_torch(tmp_path / "kept", model, MESH, PLAN, optimizer=optimizer)
 
 
+def test_states_by_name_are_taken_in_the_order_of_the_optimizer(tmp_path):
+    parts = make()
+    train(*parts, 1)
+    held = parts[1].state_dict()
+    order = ["0.weight", "2.weight", "0.bias", "2.bias"]
+    by_name = {"state": {order[n]: state for n, state in held["state"].items()}, "param_groups": []}
+    for group in held["param_groups"]:
+        by_name["param_groups"].append({**group, "params": [order[n] for n in group["params"]]})
+    torch.save({"model": parts[0].state_dict(), "optimizer": by_name}, tmp_path / "kept")
+    model, optimizer, _ = make(1)
+    ts.load_torch(tmp_path / "kept", model, MESH, PLAN, optimizer=optimizer)
+    assert all(
+        torch.equal(optimizer.state[p]["exp_avg"], by_name["state"][n]["exp_avg"]) for n, p in model.named_parameters()
+    )
+    by_name["param_groups"][0]["params"].reverse()
+    torch.save({"model": parts[0].state_dict(), "optimizer": by_name}, tmp_path / "kept")
+    with pytest.raises(ValueError, match=r"names of parameters, in another order \(as 2\.weight and 0\.weight"):
+        ts.load_torch(tmp_path / "kept", model, MESH, PLAN, optimizer=optimizer)
+
+
 def test_files_without_such_parts_are_refused(tmp_path):
     model, optimizer, scheduler = make()
     weights, kept = model.state_dict(), tmp_path / "kept"

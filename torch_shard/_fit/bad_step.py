@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
-from collections.abc import Callable
+from pathlib import Path
+
+import jax
 
 from torch_shard._common.types import PyTree
+from torch_shard._inspect import find_nan, replay, save_bad_batch
 from torch_shard._state import TrainState
+from torch_shard._train import ShardedBatch, TrainStep
 
 logger = logging.getLogger(__name__)
 
 ON_BAD_STEP = ("raise", "explain", "stop", "skip")
-
-
-def check_on_bad_step(on_bad_step: object) -> None:
-    """Refuse what a run cannot do."""
-    if on_bad_step not in ON_BAD_STEP:
-        raise ValueError(f"fit: on_bad_step must be one of {', '.join(map(repr, ON_BAD_STEP))}, got {on_bad_step!r}.")
 
 
 class BadStepError(ArithmeticError):
@@ -54,47 +51,46 @@ class BadStepError(ArithmeticError):
         self.state, self.non_finite = state, non_finite
 
 
-class BadStepPolicy:
-    """Looks at each step that was taken, or not.
-
-    Args:
-        on_bad_step: One of `ON_BAD_STEP`.
-        skip_grad_norm: The largest global norm that is accepted; None if steps are not looked at.
-    """
-
-    def __init__(self, on_bad_step: str, skip_grad_norm: float | None) -> None:
-        self._do, self.skip_grad_norm = on_bad_step, skip_grad_norm
-
-    def stops(
-        self, state: TrainState, metrics: dict[str, PyTree], position: int, began: Callable[[TrainState], str]
-    ) -> TrainState | None:
-        """Wait for a step, and look at it.
-
-        Returns:
-            The state with which the run is to stop: it has not seen the batch, which a resumed run meets again. None if
-            the run goes on.
-        """
-        if self.skip_grad_norm is None or not bool(metrics["guard"].skipped):
-            return None
-        names = metrics["guard"].non_finite()
-        message = f"fit: batch {position} was not taken, the state is as before it: {self._reason(metrics, names)}."
-        unseen = dataclasses.replace(state, num_batches=state.num_batches - 1)
-        if self._do != "skip" and (names or not math.isfinite(float(metrics["loss"]))):
-            message += f" {began(unseen)}."
-        if self._do in ("raise", "explain"):
-            raise BadStepError(f'{message} on_bad_step="skip" goes on without it.', unseen, names)
-        logger.warning("%s The run %s.", message, "stops" if self._do == "stop" else "goes on")
-        return unseen if self._do == "stop" else None
-
-    def _reason(self, metrics: dict[str, PyTree], names: list[str]) -> str:
-        loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-        if lost := metrics["guard"].nonfinite_buffers() if not names else []:
-            return f"the loss is {loss}, and the batch would have made {_some(lost)} not finite"
-        if not names:
-            return f"the loss is {loss}, the gradient's norm {norm:.4g} (skip_grad_norm={self.skip_grad_norm})"
+def why_bad(metrics: dict[str, PyTree], skip_grad_norm: float) -> tuple[list[str], str]:
+    """Parameters with a gradient that is not finite, and why a step was not taken, in words."""
+    loss, norm, names = float(metrics["loss"]), float(metrics["grad_norm"]), metrics["guard"].non_finite()
+    if names:
         total = len(metrics["guard"].finite)
-        return f"the loss is {loss}, and {len(names)} of {total} gradients are not finite ({_some(names)})"
+        return names, f"the loss is {loss}, and {len(names)} of {total} gradients are not finite ({_some(names)})"
+    if lost := metrics["guard"].nonfinite_buffers():
+        return names, f"the loss is {loss}, and the batch would have made {_some(lost)} not finite"
+    return names, f"the loss is {loss}, the gradient's norm {norm:.4g} (skip_grad_norm={skip_grad_norm})"
 
 
 def _some(names: list[str]) -> str:
     return ", ".join(names) if len(names) < 5 else f"{', '.join(names[:2])}, ..., {', '.join(names[-2:])}"
+
+
+_MOST_WORK = 1e12
+"""Parameters times numbers of a batch: more would take eager torch on a CPU minutes."""
+
+_UNKNOWN = "Where it began is not known"
+
+
+def first_non_finite(step: TrainStep, placed: ShardedBatch, state: TrainState) -> str:
+    """Say where the first value that is not finite came from, or that it is not known; one sentence."""
+    work = sum(p.numel() for p in step.model.parameters()) * sum(math.prod(array.shape) for array in placed.arrays)
+    if jax.process_count() > 1 or work > _MOST_WORK:
+        return f"{_UNKNOWN}: repeating the batch in eager torch would take long"
+    try:
+        found = replay(step, state, placed)
+    except Exception as error:
+        logger.info("fit: the batch of a bad step cannot be repeated in eager torch.", exc_info=True)
+        return f"{_UNKNOWN}: eager torch ends this batch with {type(error).__name__}: {error}".rstrip(".")
+    if not found:
+        return f"{_UNKNOWN}: in eager torch on the CPU all values of this batch are finite"
+    return ". ".join([found.sentence, *(note.rstrip(".") for note in found.notes)])
+
+
+def explained(step: TrainStep, placed: ShardedBatch, state: TrainState, directory: Path | None) -> str:
+    """Say all that `find_nan` does, and keep the batch."""
+    kept = ""
+    if directory is not None:
+        path = save_bad_batch(step, placed, directory)
+        kept = f"\n\nThe batch is in {path}: torch-shard replay FILE.py {directory} says this again"
+    return f"\n\n{find_nan(step, state, placed)}{kept}"

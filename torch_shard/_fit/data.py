@@ -58,7 +58,7 @@ class Batches:
     @property
     def per_epoch(self) -> int | None:
         """Number of batches of an epoch, where it is known."""
-        return getattr(self._loader, "per_epoch", None) or _reliable_len(self._loader)
+        return getattr(self._loader, "per_epoch", None) or reliable_len(self._loader)
 
     def starting_at(self, position: int) -> Iterator[PyTree]:
         """The batches from a position on, counted from 0 over all epochs; without end if the loader starts anew.
@@ -95,7 +95,7 @@ class Batches:
         )
 
     def _epochs(self, position: int) -> Iterator[PyTree]:
-        first, skipped = divmod(position, size) if (size := _reliable_len(self._loader)) else (0, position)
+        first, skipped = divmod(position, size) if (size := reliable_len(self._loader)) else (0, position)
         for number in itertools.count(first):
             count = 0
             for batch in self.epoch(number):
@@ -137,7 +137,7 @@ class Batches:
             del batches  # workers end with it
 
 
-def _reliable_len(loader: Any) -> int | None:
+def reliable_len(loader: Any) -> int | None:
     """Number of batches of an epoch; None where that is unknown, or an estimate."""
     if isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset):
         return None

@@ -21,14 +21,13 @@ from torch_shard._common.near_misses import near_misses
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed
 from torch_shard._fit.callbacks import Callback, Callbacks, Run, check_callbacks
-from torch_shard._fit.data import Ahead, Batches, check_samplers
+from torch_shard._fit.data import Ahead, Batches, check_samplers, reliable_len
 from torch_shard._fit.dataset import EvaluationRows, Rows, TrainingRows, as_rows, evaluation_rows
 from torch_shard._fit.loop import Evaluation, Loop, Settings
 from torch_shard._fit.predictions import Compute, Predictions
 from torch_shard._fit.reports import Bar, MetricsLog, Reports
 from torch_shard._fit.schedule import Schedule
-from torch_shard._fit.signals import StopRequest
-from torch_shard._hosts import Gate, compare
+from torch_shard._hosts import Gate, compare, is_shared
 from torch_shard._io import Checkpointer
 from torch_shard._state import TrainState
 from torch_shard._train import ApplyFn, EvalStep, Step, TrainStep
@@ -182,8 +181,7 @@ def fit(
             predictions = Predictions(step, predict, compute_metrics)
         evaluation = Evaluation(eval_step, _batches("eval_loader", eval_loader, eval_step, settings.seed), predictions)
     schedule = Schedule.of(step, scheduler, schedule_by, epoch=batches.per_epoch, evaluates=evaluation is not None)
-    gate = Gate.of(step.mesh)
-    if gate is not None:
+    if is_shared(step.mesh):
         given = {"a given state": state is not None, "predictions": predict is not None}
         loaders = {"loader": loader, "eval_loader": eval_loader}
         _agree_on_run(dataclasses.asdict(settings) | given, checkpointer, loaders)
@@ -198,14 +196,13 @@ def fit(
         metrics_log = None
         if log is not None and tells:
             metrics_log = stack.enter_context(contextlib.closing(MetricsLog(log, start=start)))
-        stop = StopRequest(gate)
+        gate = Gate.of(step.mesh)
+        stack.callback(gate.close)
         if checkpointer is not None:
-            stack.enter_context(stop)
-        if gate is not None:
-            stack.callback(gate.close)
+            stack.enter_context(gate.signals())
         ahead = Ahead(batches.starting_at(start), step, prefetch, steps - start)
         stack.callback(ahead.close)
-        reports = Reports(bar, metrics_log, log_every, start)
+        reports = Reports(bar, metrics_log, log_every)
         told = Callbacks(callbacks, Run(step, steps, start, state, reports))
         told.take_up(notes.get("callbacks", {}))
         told.tell("on_begin")
@@ -220,7 +217,7 @@ def fit(
             evaluation=evaluation,
             checkpointer=checkpointer,
             reports=reports,
-            stop=stop,
+            gate=gate,
             schedule=schedule,
             told=told,
         ).run()
@@ -306,12 +303,5 @@ def _agree_on_run(
     for name, loader in loaders.items():
         facts[f"the kind of {name}"] = type(loader).__name__
         facts |= {f"{each} of {name}": getattr(loader, each) for each in _OF_LOADERS if hasattr(loader, each)}
-        facts[f"the length of {name}"] = _length(loader)
+        facts[f"the length of {name}"] = reliable_len(loader)
     compare("the beginning of fit", facts, advice=lambda name: _ADVICE.get(name, "Give all processes the same."))
-
-
-def _length(loader: object) -> int | None:
-    try:
-        return len(loader)  # pyright: ignore[reportArgumentType]
-    except (TypeError, NotImplementedError):
-        return None

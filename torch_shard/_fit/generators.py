@@ -1,6 +1,6 @@
 """Random numbers of one epoch: of the global generators, and of those that a loader holds."""
 
-import functools
+import gc
 import hashlib
 import random
 import types
@@ -95,40 +95,25 @@ def find_generators(loader: Any) -> list[Any]:
         if id(value) in seen or value is None or isinstance(value, _OPAQUE):
             continue
         seen[id(value)] = value
-        if isinstance(value, GENERATORS):
-            if not isinstance(value, random.SystemRandom):
-                found[id(value)] = value
-        else:
+        if not isinstance(value, GENERATORS):
             waiting += reversed(list(_parts(value)))
+        elif not isinstance(value, random.SystemRandom):
+            found[id(value)] = value
     return [g for g in found.values() if g is not torch.default_generator]
 
 
 def _parts(value: object) -> Iterator[object]:
-    """Parts that an object holds."""
-    if isinstance(value, dict | list | tuple | set | frozenset):
-        if len(value) <= _MOST_ITEMS:
-            yield from value.values() if isinstance(value, dict) else value
-    elif isinstance(value, functools.partial):
-        yield from (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, types.MethodType):
-        yield from (value.__self__, value.__func__)
-    elif isinstance(value, types.FunctionType):
-        yield from _parts_of_function(value)
-    else:
-        yield from getattr(value, "__dict__", {}).values()
+    """Parts that an object holds, as the garbage collector sees them."""
+    if isinstance(value, types.FunctionType):  # its globals are all of a module's
+        named = [value.__globals__.get(name) for name in value.__code__.co_names]
+        yield from value.__closure__ or ()
+        yield from (each for each in named if isinstance(each, GENERATORS) or _globals_of(each) is value.__globals__)
+    elif not isinstance(value, dict | list | tuple | set | frozenset) or len(value) <= _MOST_ITEMS:
+        yield from gc.get_referents(value)
         for kind in type(value).__mro__:
             if kind.__module__.partition(".")[0] not in ("builtins", "torch", "numpy", "typing", "abc"):
                 yield from (method for method in vars(kind).values() if isinstance(method, types.FunctionType))
 
 
-def _parts_of_function(function: types.FunctionType) -> Iterator[object]:
-    """Values that it closes over, and of its globals the generators and the functions of the same module."""
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
-    for value in (function.__globals__.get(name) for name in function.__code__.co_names):
-        is_near = isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__
-        if isinstance(value, GENERATORS) or is_near:
-            yield value
+def _globals_of(value: object) -> object:
+    return value.__globals__ if isinstance(value, types.FunctionType) else None

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+import math
 import time
 from typing import Any
 
@@ -10,15 +11,13 @@ import jax
 import numpy as np
 
 from torch_shard._common.validate import check_count, is_integer
-from torch_shard._fit.bad_step import BadStepError, BadStepPolicy, check_on_bad_step
+from torch_shard._fit.bad_step import ON_BAD_STEP, BadStepError, explained, first_non_finite, why_bad
 from torch_shard._fit.callbacks import Callbacks
 from torch_shard._fit.data import Ahead, Batches
-from torch_shard._fit.first_non_finite import explained, first_non_finite
 from torch_shard._fit.predictions import Predictions
 from torch_shard._fit.reports import Reports, num_rows, scalars
 from torch_shard._fit.schedule import Schedule
-from torch_shard._fit.signals import StopRequest
-from torch_shard._hosts import PeerError
+from torch_shard._hosts import Gate, PeerError
 from torch_shard._io import Checkpointer
 from torch_shard._spmd import assert_replica_integrity
 from torch_shard._state import TrainState, check_skip_grad_norm
@@ -88,13 +87,10 @@ class Settings:
                 check_count(name, getattr(self, name))
         if not is_integer(self.prove_steps) or self.prove_steps < 0:
             raise ValueError(f"fit: prove_steps must be an integer, 0 or more, got {self.prove_steps!r}.")
-        check_on_bad_step(self.on_bad_step)
+        if self.on_bad_step not in ON_BAD_STEP:
+            listed = ", ".join(map(repr, ON_BAD_STEP))
+            raise ValueError(f"fit: on_bad_step must be one of {listed}, got {self.on_bad_step!r}.")
         check_skip_grad_norm(self.skip_grad_norm)
-
-    @property
-    def guard(self) -> BadStepPolicy:
-        """What looks at each step."""
-        return BadStepPolicy(self.on_bad_step, self.skip_grad_norm)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -111,7 +107,7 @@ class Loop:
     evaluation: Evaluation | None
     checkpointer: Checkpointer | None
     reports: Reports
-    stop: StopRequest
+    gate: Gate
     schedule: Schedule
     told: Callbacks
     begun: ShardedBatch | None = None
@@ -128,12 +124,12 @@ class Loop:
         failed = None
         self._heed()
         try:
-            while self.position < self.settings.steps and not self.stopped and self.stop.may_run(self.position):
+            while self.position < self.settings.steps and not self.stopped and self.gate.may_run(self.position):
                 self._advance(next(self.ahead))
                 # All processes stop before a batch that is missing in one, which goes on with them until then.
                 found = self.ahead.failed() if failed is None else None
                 failed = failed or found
-                if found is not None and self.stop.behind(self.position, found) is None:
+                if found is not None and self.gate.behind(self.position, found) is None:
                     raise found
             if failed is not None:
                 raise failed
@@ -142,7 +138,7 @@ class Loop:
             raise
         self._end()
         if self.position < self.settings.steps and not self.stopped:
-            self.stop.leave(self.position)
+            self.gate.leave(self.position)
         return self.state
 
     def _advance(self, placed: ShardedBatch) -> None:
@@ -162,12 +158,7 @@ class Loop:
         if compiled:
             self._note_compilation(placed, end - start)
         self.ahead.fill()
-        began = functools.partial(first_non_finite, self.step, placed)
-        if self.settings.on_bad_step == "explain":
-            directory = self.reports.directory if self.checkpointer is None else self.checkpointer.directory
-            began = functools.partial(explained, self.step, placed, directory=directory)
-        stopped = self.settings.guard.stops(self.state, metrics, self.position, began)
-        if stopped is not None:
+        if (stopped := self._at_bad_step(placed, metrics)) is not None:
             self.state, self.stopped = stopped, True
         else:
             self.schedule.follow(self.position)
@@ -176,6 +167,28 @@ class Loop:
             self._between()
             self._heed()
 
+    def _at_bad_step(self, placed: ShardedBatch, metrics: dict[str, Any]) -> TrainState | None:
+        """Wait for the step, and look whether it was taken.
+
+        Returns:
+            The state with which the run is to stop: it has not seen the batch, which a resumed run meets again. None if
+            the run goes on.
+        """
+        do, skip_grad_norm = self.settings.on_bad_step, self.settings.skip_grad_norm
+        if skip_grad_norm is None or not bool(metrics["guard"].skipped):
+            return None
+        names, reason = why_bad(metrics, skip_grad_norm)
+        message = f"fit: batch {self.position} was not taken, the state is as before it: {reason}."
+        unseen = dataclasses.replace(self.state, num_batches=self.state.num_batches - 1)
+        if do != "skip" and (names or not math.isfinite(float(metrics["loss"]))):
+            directory = self.reports.directory if self.checkpointer is None else self.checkpointer.directory
+            say = functools.partial(explained, directory=directory) if do == "explain" else first_non_finite
+            message += f" {say(self.step, placed, unseen)}."
+        if do in ("raise", "explain"):
+            raise BadStepError(f'{message} on_bad_step="skip" goes on without it.', unseen, names)
+        logger.warning("%s The run %s.", message, "stops" if do == "stop" else "goes on")
+        return unseen if do == "stop" else None
+
     def _note_compilation(self, placed: ShardedBatch, seconds: float) -> None:
         if self.reports.directory is None:
             return
@@ -183,7 +196,7 @@ class Loop:
         shapes = [f"{path} {tuple(array.shape)}" for path, array in leaves]
         loops = [f"{', '.join(loop.layers)}: {loop.num_iterations}" for loop in self.step.programs[-1].loops]
         found = {"seconds": round(seconds, 3), "batch_shapes": shapes, "loops": loops}
-        self.reports.add_compilation(self.position, found)
+        self.reports.write("compile", self.position, found)
         self.reports.add_text(self.position, "step", f"{self.step!r}\n\n{self.step.report()}")
 
     def _prove(self, placed: ShardedBatch) -> None:
@@ -246,10 +259,10 @@ class Loop:
             self.state = error.state
         if not self.sound:  # all have found that
             return self._name_newest(error)
-        behind = None if isinstance(error, PeerError) else self.stop.behind(self.position, error)
+        behind = None if isinstance(error, PeerError) else self.gate.behind(self.position, error)
         ready = self.ahead.num_ready + (self.begun is not None)
         if behind is None or behind > ready or self.state.step.is_deleted():
-            self.stop.fail(error)
+            self.gate.fail(error)
             return self._name_newest(error)
         try:
             self._flush_if_possible()
@@ -257,7 +270,7 @@ class Loop:
                 self._advance(self.begun or next(self.ahead))
             self._end()
         except Exception as second:
-            self.stop.fail(error)
+            self.gate.fail(error)
             error.add_note(f"fit: the state could not be saved either: {second}")
         else:
             if self.checkpointer is not None:

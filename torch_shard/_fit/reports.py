@@ -152,11 +152,11 @@ class Reports:
         numbers: The latest, by name: of training, and of evaluation with `eval_` before it.
     """
 
-    def __init__(self, bar: Bar, log: MetricsLog | None, log_every: int, start: int) -> None:
+    def __init__(self, bar: Bar, log: MetricsLog | None, log_every: int) -> None:
         self._bar, self._log, self._log_every = bar, log, log_every
         self._pending: tuple[int, ShardedBatch, Mapping[str, PyTree], Mapping[str, float], Future[float]] | None = None
         self._clock = ThreadPoolExecutor(1)
-        self._since = start, math.nan  # the batch of the last record, and when it was done; not before what compiles is
+        self._since = 0, math.nan  # the batch of the last record, and when it was done; not before what compiles is
         self._left_out: list[tuple[float, float]] = []
         self.numbers: dict[str, float] = {}
 
@@ -189,11 +189,15 @@ class Reports:
         self._left_out = [(start, end) for start, end in self._left_out if end > now]
         speed = {} if math.isnan(then) else {f"{unit}_per_s": amount * (position - last) / seconds}
         self.numbers |= speed
-        if self._log is not None:
-            more = {n: v for n, v in metrics.items() if n not in found and n != "guard"}
-            lists = jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), more)
-            self._log.write("train", position, found | dict(known) | speed | lists)
+        more = {n: v for n, v in metrics.items() if n not in found and n != "guard"} if self._log else {}
+        lists = jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), more)
+        self.write("train", position, found | dict(known) | speed | lists)
         self._show(position)
+
+    def write(self, kind: str, position: int, numbers: Mapping[str, object]) -> None:
+        """Write down a record: of a batch, an evaluation, or of what was compiled."""
+        if self._log is not None:
+            self._log.write(kind, position, numbers)
 
     def _show(self, position: int, *, is_evaluated: bool = False) -> None:
         order = [name for name in self.numbers if name == "loss" or name.startswith("eval_")]
@@ -203,20 +207,14 @@ class Reports:
     def add_evaluation(self, position: int, found: Mapping[str, float]) -> None:
         """Tell of an evaluation."""
         self.numbers |= {f"eval_{name}": value for name, value in found.items()}
-        if self._log is not None:
-            self._log.write("eval", position, found)
+        self.write("eval", position, found)
         self._show(position, is_evaluated=True)
 
     def add(self, position: int, numbers: Mapping[str, float]) -> None:
         """Write down more numbers."""
-        self.numbers |= {name: float(value) for name, value in numbers.items()}
-        if self._log is not None:
-            self._log.write("train", position, {name: float(value) for name, value in numbers.items()})
-
-    def add_compilation(self, position: int, found: Mapping[str, object]) -> None:
-        """Write down that a program was compiled."""
-        if self._log is not None:
-            self._log.write("compile", position, found)
+        found = {name: float(value) for name, value in numbers.items()}
+        self.numbers |= found
+        self.write("train", position, found)
 
     def add_text(self, position: int, name: str, text: str) -> None:
         """Write down a text."""

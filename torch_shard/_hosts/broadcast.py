@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 
 from torch_shard._common.caller import public
 from torch_shard._common.wrappers import check_module
-from torch_shard._hosts.agreement import compare
+from torch_shard._hosts.processes import compare
 
 BLOCK = 1 << 24
 """Bytes that are sent at a time."""

@@ -14,9 +14,16 @@ import jax
 
 from torch_shard._common.caller import caller, public
 from torch_shard._common.validate import check_count, is_integer
-from torch_shard._hosts.devices import share_devices
-from torch_shard._hosts.launch_request import LaunchRequest, find, of_variables
-from torch_shard._hosts.launchers import HOW, Found, read_launchers
+from torch_shard._hosts.launchers import (
+    HOW,
+    Environment,
+    Found,
+    find,
+    of_arguments,
+    of_variables,
+    read_launchers,
+    with_variables,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -104,19 +111,14 @@ def initialize(
     ids = local_device_ids
     if ids is not None and not (isinstance(ids, Sequence) and all(map(is_integer, ids))):
         raise TypeError(f"{caller()}: local_device_ids must be a sequence of integers, got {ids!r}. As in [0, 1].")
-    given = {"coordinator_address": coordinator_address, "num_processes": num_processes, "process_id": process_id}
-    asked = LaunchRequest(
-        coordinator=coordinator_address,
-        num_processes=num_processes,
-        process_id=process_id,
-        says=", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None),
-        by_arguments=num_processes is not None,
-    )
+    asked = of_arguments(coordinator_address, num_processes, process_id)
     if jax.distributed.is_initialized():
         _launch = _launch or Launch("jax.distributed.initialize", jax.process_index(), jax.process_count())
-        _refuse_other(_launch, asked)
+        pairs = (num_processes, _launch.num_processes), (process_id, _launch.process_id)
+        if any(one not in (None, other) for one, other in pairs):
+            raise ValueError(f"{caller()}: JAX's processes are started already, as {_launch}; found {asked.says}.")
         return _launch
-    found = find(os.environ, asked.or_else(of_variables(os.environ)))
+    found = find(os.environ, with_variables(asked, os.environ))
     if found is None or found.num_processes == 1:
         _launch = Launch(found and found.launcher, 0, 1)
     else:
@@ -130,18 +132,51 @@ def initialize(
     return _launch
 
 
-def _refuse_other(launch: Launch, asked: LaunchRequest) -> None:
-    pairs = ((asked.num_processes, launch.num_processes), (asked.process_id, launch.process_id))
-    if any(one not in (None, other) for one, other in pairs):
-        raise ValueError(f"{caller()}: JAX's processes are started already, as {launch}; found {asked.says}.")
-
-
 def _own_devices(found: Found) -> tuple[int, ...] | None:
     """This process's share of the GPUs of the host; None for all, and where JAX uses none or is told which."""
     platforms = (jax.config.values["jax_platforms"] or "gpu").split(",")
     if "JAX_LOCAL_DEVICE_IDS" in os.environ or not {"gpu", "cuda", "rocm"} & set(platforms):
         return None
     return share_devices(os.environ, found.local, len(list(Path("/dev").glob("nvidia[0-9]*"))))
+
+
+NO_DEVICE = ("", "-1", "NoDevFiles")
+"""What stands in CUDA_VISIBLE_DEVICES where there is none; the last is SLURM's word."""
+
+
+def share_devices(env: Environment, local: tuple[int, int] | None, num_devices: int) -> tuple[int, ...] | None:
+    """Divide the GPUs that this process sees among the processes of the host, in order.
+
+    JAX's own detection gives each process one device, the one with its number among the tasks of the node; that wastes
+    devices where tasks have several, and names one that is not there where the launcher has bound each task to its own
+    (https://github.com/jax-ml/jax/issues/16788).
+    """
+    index, count = local or (0, 1)
+    seen = _count_visible(env, num_devices)
+    if count == 1 or seen <= 1 or seen < _count_on_node(env, count, seen):  # the launcher has given it its own
+        return None
+    if seen % count:
+        raise ValueError(
+            f"{caller()}: the {count} processes of this host must have equally many of its GPUs, found {seen}. Start "
+            "so many processes that they do, choose GPUs by CUDA_VISIBLE_DEVICES, or give local_device_ids=."
+        )
+    each = seen // count
+    return tuple(range(index * each, (index + 1) * each))
+
+
+def _count_visible(env: Environment, num_devices: int) -> int:
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        if name in env:
+            return sum(device.strip() not in NO_DEVICE for device in env[name].split(","))
+    return num_devices
+
+
+def _count_on_node(env: Environment, count: int, seen: int) -> int:
+    """The devices of all processes on the node, as SLURM tells."""
+    if env.get("SLURM_GPUS_ON_NODE", "").isdecimal():
+        return int(env["SLURM_GPUS_ON_NODE"])
+    per_task = env.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]  # as in a100:2
+    return int(per_task) * count if per_task.isdecimal() else seen
 
 
 _REMEDY = (
@@ -207,8 +242,7 @@ def check_started() -> None:
     if _launch is not None or jax.process_count() > 1:
         return
     asked = of_variables(os.environ)
-    own = Found("variables of JAX", asked.says, asked.num_processes, asked.process_id)
-    found = read_launchers(os.environ)[0] if asked.num_processes is None else [own]
+    found = read_launchers(os.environ)[0] if asked.num_processes is None else [asked]
     several = next((one for one in found if (one.num_processes or 1) > 1), None)
     if several is not None:
         raise ValueError(

@@ -4,12 +4,9 @@ It sees what each process says of itself, and says one thing to all: there are n
 """
 
 import dataclasses
-import json
 import logging
+import os
 from collections.abc import Sequence
-from typing import Any
-
-from torch_shard._hosts.times import Times
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +17,34 @@ TOGETHER = (
     "All processes make the same calls: none under `if jax.process_index() == 0`, and all get equally many batches."
 )
 """What a user can do about processes that do not come together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """How long processes wait for each other, in seconds; each is read from the environment, as `TORCH_SHARD_SILENT_S`.
+
+    Attributes:
+        beat: From one sign of life to the next.
+        silent: A process that gives none for so long counts as gone.
+        grace: A process whose peer has failed has so long to come back from what it waits for.
+        notice: Process 0 says this often that others wait for one.
+        wait: So long they wait for one that is alive.
+        connect: To reach process 0 at the beginning.
+    """
+
+    beat: float = 0.5
+    silent: float = 25.0
+    grace: float = 5.0
+    notice: float = 30.0
+    wait: float = 1800.0
+    connect: float = 30.0
+
+    @classmethod
+    def of_environment(cls) -> "Times":
+        """Give the defaults, and what the environment says otherwise."""
+        names = (field.name for field in dataclasses.fields(cls))
+        given = {name: os.environ.get(f"TORCH_SHARD_{name.upper()}_S") for name in names}
+        return cls(**{name: float(value) for name, value in given.items() if value is not None})
 
 
 @dataclasses.dataclass
@@ -42,37 +67,9 @@ class Status:
     where: str = "at its beginning"
     waits: tuple[int, str, float] | None = None
     over: tuple[str, str] | None = None
-    asks: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
-    stands: dict[str, int | None] = dataclasses.field(default_factory=dict[str, int | None])
+    asks: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
+    stands: dict[int, int | None] = dataclasses.field(default_factory=dict[int, int | None])
     misses: list[int] = dataclasses.field(default_factory=list[int])
-
-    def text(self) -> str:
-        """As JSON."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def of_text(cls, text: bytes) -> "Status":
-        """From JSON."""
-        found = json.loads(text)
-        waits, over = found.pop("waits"), found.pop("over")
-        return cls(**found, waits=tuple(waits) if waits else None, over=tuple(over) if over else None)
-
-
-@dataclasses.dataclass
-class Stop:
-    """That a loop is to stop.
-
-    Attributes:
-        rank: The process that asked.
-        reason: Why.
-        decided: Whether it is known where; until then all stand still.
-        at: The position before which all stop; None where one has left the loop already.
-    """
-
-    rank: int
-    reason: str
-    decided: bool = False
-    at: int | None = None
 
 
 @dataclasses.dataclass
@@ -82,23 +79,14 @@ class News:
     Attributes:
         failed: Why, by process, in the order in which it was seen.
         ended: How, by process.
-        stops: By number of the loop.
+        asked: Who asks for the stop of a loop, and why, by its number; until it is known where, all stand still.
+        stops: The position before which all stop; None where one has left the loop already.
     """
 
-    failed: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
-    ended: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
-    stops: dict[str, Stop] = dataclasses.field(default_factory=dict[str, Stop])
-
-    def text(self) -> str:
-        """As JSON."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def of_text(cls, text: bytes) -> "News":
-        """From JSON."""
-        found: dict[str, Any] = json.loads(text)
-        stops = {loop: Stop(**stop) for loop, stop in found["stops"].items()}
-        return cls(found["failed"], found["ended"], stops)
+    failed: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
+    ended: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
+    asked: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict[int, tuple[int, str]])
+    stops: dict[int, int | None] = dataclasses.field(default_factory=dict[int, int | None])
 
 
 class Judge:
@@ -114,80 +102,79 @@ class Judge:
         self._was_refused = set[int]()
         self._times = times
         self._seen = [Status() for _ in range(num)]
-        self._heard = [0.0] * num
-        self._since = dict[int, float]()  # process: when it was first seen to wait where it waits
-        self._notices = dict[int, int]()  # exchange: how often it was told of
+        self._heard, self._since = [0.0] * num, [0.0] * num  # of each: its last sign of life; the begin of its wait
         self._last = 0.0
 
     def look(self, statuses: Sequence[Status], now: float) -> None:
         """Take what all processes say at this time, in seconds."""
-        if not self._last or now - self._last > self._times.silent / 2:  # the first time; or this host itself stood
+        elapsed = now - self._last
+        if elapsed > self._times.silent / 2:  # the first time; or this host itself stood
             self._heard = [now] * len(statuses)
         self._last = now
-        for rank, status in enumerate(statuses):
-            before = self._seen[rank]
+        for rank, (before, status) in enumerate(zip(self._seen, statuses, strict=True)):
             if status.count != before.count:
                 self._heard[rank] = now
-            if status.waits != before.waits or rank not in self._since:
+            if status.waits != before.waits:
                 self._since[rank] = now
             if status.over is not None:
-                self._is_over(rank, *status.over, status)
+                kind, why = status.over
+                self._is_over(rank, kind, why, status)
             elif now - self._heard[rank] > self._times.silent:
                 self._is_over(rank, "failed", silent_for(self._times.silent), status)
         for rank in {missed for status in statuses for missed in status.misses}:
             self._is_over(rank, "failed", DIED, statuses[rank])
         self._seen = list(statuses)
         self._judge_stops()
-        self._judge_waits(now)
+        self._judge_waits(now, elapsed)
 
     def _gone(self, rank: int) -> str | None:
-        return self.news.failed.get(str(rank)) or self.news.ended.get(str(rank))
+        return self.news.failed.get(rank) or self.news.ended.get(rank)
 
     def _is_over(self, rank: int, kind: str, why: str, status: Status) -> None:
-        if self._gone(rank) is None:
-            found = self.news.ended if kind == "ended" else self.news.failed
-            found[str(rank)] = why if kind == "ended" else f"{why} (last seen {status.where})"
+        if self._gone(rank) is not None:
+            return
+        if kind == "ended":
+            self.news.ended[rank] = why
+        else:
+            self.news.failed[rank] = f"{why} (last seen {status.where})"
 
     def _judge_stops(self) -> None:
         """Where all stop: where the farthest is; nowhere, if one is not in the loop any more."""
         for rank, status in enumerate(self._seen):
             for loop, reason in status.asks.items():
-                self.news.stops.setdefault(loop, Stop(rank, reason))
-        for loop, stop in self.news.stops.items():
+                self.news.asked.setdefault(loop, (rank, reason))
+        for loop in self.news.asked.keys() - self.news.stops.keys():
             said = [status.stands[loop] for status in self._seen if loop in status.stands]
-            if not stop.decided and (len(said) == len(self._seen) or self.news.failed or self.news.ended):
+            if len(said) == len(self._seen) or self.news.failed or self.news.ended:
                 positions = [position for position in said if position is not None]
-                stop.at = max(positions) if len(positions) == len(self._seen) else None
-                stop.decided = True
+                self.news.stops[loop] = max(positions) if len(positions) == len(self._seen) else None
 
-    def _judge_waits(self, now: float) -> None:
-        waiting = {rank: status for rank, status in enumerate(self._seen) if status.waits is not None}
-        numbers = {status.waits[0] for status in waiting.values() if status.waits}
+    def _judge_waits(self, now: float, elapsed: float) -> None:
         advice = "" if self.news.failed else f" {TOGETHER}"
-        for number in numbers - self._was_refused:
-            here = {rank: status for rank, status in waiting.items() if status.waits and status.waits[0] == number}
-            if len(here) < len(self._seen) and (reason := self._in_vain(here, number, now)):
+        waiting = {status.waits for status in self._seen if status.waits is not None}
+        for number, subject, patience in {waits[0]: waits for waits in waiting}.values():
+            here = [rank for rank, status in enumerate(self._seen) if status.waits and status.waits[0] == number]
+            missing = [rank for rank in range(len(self._seen)) if rank not in here]
+            if not missing or number in self._was_refused:
+                continue
+            waited = now - max(self._since[rank] for rank in here)
+            reason = self._in_vain(missing, self._seen[here[0]].runs)
+            if reason is None and waited > patience:
+                reason = f"{processes(missing)} did not come within {patience:.0f} s"
+            if reason is not None:
                 self.refused[number] = f"the processes do not come together: {reason}. {self._standing()}{advice}"
                 self._was_refused.add(number)
+            elif waited // self._times.notice > max(0.0, waited - elapsed) // self._times.notice:
+                text = "%s: for %.0f s this waits for %s. %s"
+                logger.warning(text, subject, waited, processes(missing), self._standing())
 
-    def _in_vain(self, here: dict[int, Status], number: int, now: float) -> str | None:
-        """Why waiting for those that have not come is in vain."""
-        missing = [rank for rank in range(len(self._seen)) if rank not in here]
-        one = next(iter(here.values()))
-        assert one.waits is not None
+    def _in_vain(self, missing: list[int], runs: int) -> str | None:
+        """Why those that have not come never will, if others have begun so many programs."""
         for rank in missing:
             if (over := self._gone(rank)) is not None:
                 return f"process {rank} will not come: {over}"
-            if self._seen[rank].runs > one.runs:
+            if self._seen[rank].runs > runs:
                 return f"process {rank} has gone on without it"
-        waited = now - max(self._since[rank] for rank in here)
-        _, subject, patience = one.waits
-        if waited > patience:
-            return f"{processes(missing)} did not come within {patience:.0f} s"
-        if waited > self._times.notice * (self._notices.get(number, 0) + 1):
-            self._notices[number] = self._notices.get(number, 0) + 1
-            text = "%s: for %.0f s this waits for %s. %s"
-            logger.warning(text, subject, waited, processes(missing), self._standing())
         return None
 
     def _standing(self) -> str:

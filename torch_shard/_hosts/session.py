@@ -1,12 +1,15 @@
 """The peers of this job: met at the first need, by one broadcast of where process 0 has its store."""
 
 import atexit
+import contextlib
 import datetime
 import functools
+import hashlib
 import json
 import os
 import secrets
 import socket
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,16 +18,21 @@ from jax.experimental import multihost_utils
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from torch_shard._common.caller import caller
+from torch_shard._hosts.data import pack
 from torch_shard._hosts.initialize import coordinator
-from torch_shard._hosts.interfaces import listen
-from torch_shard._hosts.judge import News, Status
-from torch_shard._hosts.neighbours import Neighbours, identity
+from torch_shard._hosts.judge import News, Status, Times
+from torch_shard._hosts.launchers import LOOPBACK
 from torch_shard._hosts.peers import Peers, describe
-from torch_shard._hosts.times import Times
 from torch_shard._hosts.watch import watch
 
 _LENGTH = 2048
 """Bytes of what is made known at the beginning."""
+
+_TOLD = "TORCH_SHARD_HOST"
+"""The variable that says on which of its addresses process 0 is to listen."""
+
+_FAR = ("192.0.2.1", "2001:db8::1")
+"""Addresses that nobody has, of RFC 5737 and 3849: the way there is the default route."""
 
 
 def peers() -> Peers | None:
@@ -40,54 +48,66 @@ def met() -> Peers | None:
 @functools.cache
 def _meet() -> Peers:
     times, rank, num = Times.of_environment(), jax.process_index(), jax.process_count()
-    store, known = _serve(num, times) if rank == 0 else (None, {})
-    told = _broadcast(known)
+    store, fault, told = None, "", {}
+    if rank == 0:
+        try:
+            store, told = _serve(num, times)
+        except Exception as error:
+            told = {"error": describe(error)}
+    told = _broadcast(told)
     if "error" in told:
         raise RuntimeError(f"{caller()}: process 0 cannot listen for the other processes: {told['error']}")
     host, port = told["place"]
-    store, fault = (store, "") if rank == 0 else _reach(host, port, times)
-    own = np.array([store is not None, *identity()], np.uint32)
-    everywhere = np.asarray(multihost_utils.process_allgather(own))
+    if rank > 0:
+        try:
+            socket.create_connection((host, port), timeout=times.connect).close()  # the store's own errors are long
+            store = _store(host, port, times)
+        except (OSError, RuntimeError) as error:
+            fault = f": {describe(error)}"
+    everywhere = np.asarray(multihost_utils.process_allgather(np.array([store is not None, *_identity()], np.uint32)))
     if store is None or not everywhere[:, 0].all():
         missing = np.flatnonzero(everywhere[:, 0] == 0).tolist()
         raise RuntimeError(
             f"{caller()}: processes {missing} do not reach process 0, over which the processes of a job agree, at "
             f"{host} port {port}{fault}. Let the hosts of a job reach each other's ports, as PyTorch's and JAX's own "
-            "coordinators need it too. If process 0 has another address for them, set TORCH_SHARD_HOST to it there."
+            f"coordinators need it too. If process 0 has another address for them, set {_TOLD} to it there."
         )
-    found = Peers(store, told["prefix"], Neighbours(everywhere[:, 1:], rank), times)
+    is_here = (everywhere[:, 2:] == everywhere[rank, 2:]).all(1) & everywhere[rank, 2:].any()
+    neighbours = {int(other): int(everywhere[other, 1]) for other in np.flatnonzero(is_here) if other != rank}
+    found = Peers(store, told["prefix"], rank, num, times, neighbours)
     watch(found)
     atexit.register(found.leave)
     os.register_at_fork(after_in_child=functools.partial(_forget, found))
     return found
 
 
-def _serve(num: int, times: Times) -> tuple[TCPStore | None, dict[str, Any]]:
-    """Start the store, and put down how all stand; what the others are told of it, or that it cannot be.
+def _identity() -> list[int]:
+    """The number of this process, and in two words where it is counted; these are 0 where Linux does not say."""
+    try:
+        counted = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return [0, 0, 0]
+    digest = hashlib.blake2b(counted.encode(), digest_size=8).digest()
+    return [os.getpid(), *np.frombuffer(digest, np.uint32).tolist()]
+
+
+def _serve(num: int, times: Times) -> tuple[TCPStore, dict[str, Any]]:
+    """Start the store, and put down how all stand; what the others are told of it.
 
     The names of its entries begin with what nobody else knows, so that other programs disturb nothing.
     """
-    try:
-        server = listen(coordinator())
-        host, port = server.getsockname()[:2]
-        store = _store(host, port, times, master_listen_fd=server.detach(), is_master=True)
-        prefix = f"torch_shard/{secrets.token_hex(16)}"
-        store.multi_set(  # pyright: ignore[reportAttributeAccessIssue]
-            [f"{prefix}/of/{rank}" for rank in range(num)], [Status().text()] * num
-        )
-        store.set(f"{prefix}/news", News().text())
-        return store, {"place": [host, port], "prefix": prefix}
-    except Exception as error:
-        return None, {"error": describe(error)}
+    server = listen(coordinator())
+    host, port = server.getsockname()[:2]
+    store: Any = _store(host, port, times, master_listen_fd=server.detach(), is_master=True)
+    prefix = f"torch_shard/{secrets.token_hex(16)}"
+    put_down(store, prefix, num)
+    return store, {"place": [host, port], "prefix": prefix}
 
 
-def _reach(host: str, port: int, times: Times) -> tuple[TCPStore | None, str]:
-    """The store of process 0, or why it is out of reach."""
-    try:
-        socket.create_connection((host, port), timeout=times.connect).close()  # the store's own errors are long
-        return _store(host, port, times), ""
-    except (OSError, RuntimeError) as error:
-        return None, f": {describe(error)}"
+def put_down(store: Any, prefix: str, num: int) -> None:
+    """Let the store have how so many processes stand at the beginning, and no news."""
+    store.multi_set([f"{prefix}/of/{rank}" for rank in range(num)], [pack(vars(Status()))] * num)
+    store.set(f"{prefix}/news", pack(vars(News())))
 
 
 def _store(host: str, port: int, times: Times, **options: Any) -> TCPStore:
@@ -98,9 +118,53 @@ def _store(host: str, port: int, times: Times, **options: Any) -> TCPStore:
 def _broadcast(known: dict[str, Any]) -> dict[str, Any]:
     """What process 0 knows, over the devices."""
     text = json.dumps(known).encode()
-    block = np.zeros(_LENGTH, np.uint8)
-    block[: len(text)] = np.frombuffer(text, np.uint8)
-    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(block)).tobytes().rstrip(b"\0"))
+    block = np.frombuffer(text.ljust(_LENGTH), np.uint8)
+    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(block)).tobytes())
+
+
+def listen(coordinator: str | None) -> socket.socket:
+    """Listen on a free port of the interface over which the other processes reach process 0, and of no other.
+
+    Args:
+        coordinator: `host:port` of JAX's coordinator, which is on this host; None if that is unknown.
+
+    Returns:
+        On the interface that `TORCH_SHARD_HOST` names, else the coordinator's, else that of the default route, else the
+        loopback.
+
+    Raises:
+        ValueError: `TORCH_SHARD_HOST` is no address of this host.
+    """
+    host = (coordinator or "").rpartition(":")[0].strip("[]")
+    if told := os.environ.get(_TOLD):
+        addresses = [told]
+    elif host == "localhost" or _is_loopback(host):
+        addresses = [LOOPBACK]
+    else:  # a name of this host that means the loopback is of no use to others: many hosts have one
+        on_the_way = [address for address in map(address_towards, (host, *_FAR)) if address]
+        addresses = [address for address in on_the_way if not _is_loopback(address)] + [LOOPBACK]
+    for address in addresses:
+        with contextlib.suppress(OSError, UnicodeError):
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            server = socket.create_server((address, 0), family=family)
+            if server.getsockname()[0] not in ("0.0.0.0", "::"):
+                return server
+            server.close()
+    raise ValueError(f"{_TOLD} must be an address of the host of process 0, or a name of one, found {told}")
+
+
+def address_towards(host: str) -> str | None:
+    """The address of this host from which it would reach another, or itself; None where there is no way."""
+    with contextlib.suppress(OSError, UnicodeError):
+        family, *_, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as out:
+            out.connect(place)  # sends nothing, but chooses where it would leave from
+            return out.getsockname()[0].partition("%")[0]
+    return None
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
 
 
 def _forget(found: Peers) -> None:

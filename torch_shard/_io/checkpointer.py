@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -30,23 +31,24 @@ from torch_shard._io.manifest import (
     Entries,
     Head,
     SavedArray,
-    by_name,
     check_alike,
     check_random,
     fill,
-    fill_kind,
     find_steps,
     flatten,
     head_of,
+    make_orbax,
+    parts_of,
+    read_arrays,
     read_head,
     step_path,
     targets,
+    to_save,
     write_head,
 )
-from torch_shard._io.orbax import make_orbax, read_arrays, to_save
 from torch_shard._io.param_groups import take_groups
 from torch_shard._sharding import Stacks
-from torch_shard._state import KINDS, Optimizers, TrainState, as_arrays
+from torch_shard._state import Optimizers, TrainState, as_arrays
 from torch_shard._train import TrainStep
 
 logger = logging.getLogger(__name__)
@@ -130,10 +132,7 @@ class Checkpointer:
         Raises:
             ValueError: It has no checkpoint that can be read.
         """
-        try:
-            return read_head(self.path(step)).metrics
-        except Unreadable as error:
-            raise ValueError(f"{caller()}: {error} There are those of steps {self.steps()}.") from error
+        return self._head(step).metrics
 
     @public
     def notes(self, step: int) -> dict[str, Any]:
@@ -145,8 +144,11 @@ class Checkpointer:
         Raises:
             ValueError: It has no checkpoint that can be read.
         """
+        return self._head(step).notes
+
+    def _head(self, step: int) -> Head:
         try:
-            return read_head(self.path(step)).notes
+            return read_head(self.path(step))
         except Unreadable as error:
             raise ValueError(f"{caller()}: {error} There are those of steps {self.steps()}.") from error
 
@@ -216,7 +218,12 @@ class Checkpointer:
                 "Checkpointer: this state was donated to a step. Save it before, or save what the step returned."
             )
         step = int(state.step)
-        self._agree_on(step, int(state.num_batches))
+        facts = {
+            "directory": self.directory,
+            "step of the state": step,
+            "num_batches of the state": int(state.num_batches),
+        }
+        compare("a checkpoint", facts, advice=lambda name: "Processes save one state together, into one directory.")
         is_there, later = exchange(lambda: self._others_than(step))[0]
         if is_there:
             return False
@@ -231,7 +238,7 @@ class Checkpointer:
         self.claim()
         partial = self.directory / _UNFINISHED / self.path(step).name
         with uninterrupted():
-            self._orbax.save(partial, args=to_save(flatten(state)), force=True)
+            self._orbax.save(partial, args=to_save(flatten(parts_of(state))), force=True)
             self._pending = self._worker.submit(self._finish, step, partial, head)
             finish_at_exit(self._pending)
         if not self.asynchronous:
@@ -246,11 +253,6 @@ class Checkpointer:
     def take_over(self) -> None:
         """Count the checkpoints that are there as those of this run."""
         self._known.update(self.steps())
-
-    def _agree_on(self, step: int, num_batches: int) -> None:
-        """See that all processes save one state to one place."""
-        facts = {"directory": self.directory, "step of the state": step, "num_batches of the state": num_batches}
-        compare("a checkpoint", facts, advice=lambda name: "Processes save one state together, into one directory.")
 
     def _finish(self, step: int, partial: Path, head: Head) -> None:
         """In the background: wait for orbax, seal what it wrote, give it its name, remove what is too old."""
@@ -384,14 +386,14 @@ class Checkpointer:
             check_random(path, head.random)
         else:
             found = [stored for stored in found if stored.where == TENSORS]
-        structs = flatten(wanted_state)
-        wanted = Entries({s: struct for s, struct in structs.items() if not params_only or s.where == TENSORS})
+        structs = parts_of(wanted_state, all_of_it=not params_only)
+        wanted = Entries(flatten(structs))
         own = self._own(train_step, Entries(dict.fromkeys(found))) if params_only else {}
         check_alike(path, Entries(dict.fromkeys([*found, *own])), wanted, params_only=params_only)
-        entries = Entries(read_arrays(self._orbax, path, targets(found, wanted)) | own)
+        filled = fill(structs, Entries(read_arrays(self._orbax, path, targets(found, wanted)) | own))
         if params_only:
-            return train_step.start({kind: fill_kind(train_step.structs, kind, entries) for kind in KINDS}, seed=seed)
-        state = fill(wanted_state, entries)
+            return train_step.start(filled, seed=seed)
+        state = dataclasses.replace(wanted_state, **filled)
         labeled = ((each.options.label, each.optimizer) for each in steps)
         optimizers = Optimizers({label: own for label, own in labeled if isinstance(own, torch.optim.Optimizer)})
         for label, optimizer in optimizers.items():
@@ -401,13 +403,13 @@ class Checkpointer:
     def _own(self, train_step: TrainStep, found: Entries) -> dict[SavedArray, jax.Array]:
         """Buffers of the model that no `state_dict` has, so that weights from elsewhere come without them."""
         missing = [name for name in train_step.structs.unsaved if (TENSORS, name) not in set(found)]
-        return by_name(TENSORS, Stacks.merged(train_step.values_on_mesh(missing)))
+        return flatten(collections.OrderedDict(buffers=Stacks.merged(train_step.values_on_mesh(missing))))
 
     def _choose(self, step: int | None) -> Path:
         """The checkpoint to read: whole."""
         passed: set[int] = set()
         # listed anew each time: another process may write newer ones and remove older ones
-        while candidates := [s for s in (self._first_sees() if step is None else [step]) if s not in passed]:
+        while candidates := [s for s in (exchange(self.steps)[0] if step is None else [step]) if s not in passed]:
             path = self.path(candidates[-1])
             if step is not None and not os.path.lexists(path):
                 break
@@ -426,10 +428,6 @@ class Checkpointer:
         there = f"those of steps {self.steps()}" if self.steps() else "none"
         wanted = "no whole checkpoint" if step is None else f"no checkpoint of step {step}"
         raise FileNotFoundError(f"Checkpointer: {wanted} in {self.directory}: there are {there}.{damaged}")
-
-    def _first_sees(self) -> list[int]:
-        """The steps that have a checkpoint, as the first process sees them."""
-        return exchange(self.steps)[0]
 
     def _others(self, path: Path) -> str:
         """Say which step to restore instead of one that cannot be read."""

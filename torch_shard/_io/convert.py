@@ -1,26 +1,39 @@
-"""Files of weights from one format to the other, a tensor at a time, without a model."""
+"""Weights and checkpoints without a model: from one format to the other, a tensor at a time, and as a table."""
 
+import functools
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from rich.console import Group
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
 
 from torch_shard._common.caller import caller, error_prefix
 from torch_shard._common.convert import host_array, to_host
 from torch_shard._common.dtypes import torch_dtype
 from torch_shard._common.validate import check_path
 from torch_shard._io.checkpointer import Checkpointer
-from torch_shard._io.export import SHARD_BYTES, Export, write_torch
+from torch_shard._io.export import SHARD_BYTES, result_of, split, write_safetensors, write_torch
 from torch_shard._io.formats import SAFETENSORS, TORCH, Stored, TensorFile, open_safetensors, open_torch
 from torch_shard._io.integrity import find_damage
-from torch_shard._io.inventory import find_checkpoint, holds_checkpoint
-from torch_shard._io.manifest import TENSORS, SavedArray, read_head
-from torch_shard._io.orbax import make_orbax, read_arrays
+from torch_shard._io.manifest import (
+    HEAD,
+    TENSORS,
+    Head,
+    SavedArray,
+    find_steps,
+    make_orbax,
+    read_arrays,
+    read_head,
+    step_path,
+)
 from torch_shard._state import TrainState
 
 FORMATS = ("safetensors", "torch", "checkpoint")
@@ -54,8 +67,9 @@ def convert_weights(
         return write_torch(target, {name: file.tensor(name) for name in file.stored})
     if to == "checkpoint":
         return write_checkpoint(target, {name: file.tensor(name) for name in file.stored})
-    export = Export(target, file.stored, max_shard_bytes, {"format": "pt"})
-    return export.write(file.tensor(name) for name in export.names)
+    parts = split(file.stored, max_shard_bytes)
+    tensors = (file.tensor(name) for names in parts for name in names)
+    return write_safetensors(result_of(target, parts), file.stored, parts, tensors, {"format": "pt"})
 
 
 def _format_of(target: Path) -> str:
@@ -76,7 +90,7 @@ def open_weights(path: Path) -> TensorFile:
     if not path.exists():
         raise FileNotFoundError(f"{caller()}: {path} does not exist.")
     if path.is_dir() and holds_checkpoint(path):
-        return CheckpointTensors(path)
+        return _checkpoint_file(path)
     return open_safetensors(path) if _is_safetensors(path) else open_torch(path)
 
 
@@ -98,40 +112,32 @@ def _is_safetensors(path: Path) -> bool:
         return not zipfile.is_zipfile(path) and file.read(9)[8:] == b"{"
 
 
-class CheckpointTensors:
-    """Parameters and buffers of a checkpoint, those that a `state_dict` has, by name; a tie under one name."""
+def _checkpoint_file(path: Path) -> TensorFile:
+    """Parameters and buffers of a checkpoint, those that a `state_dict` has; a tie under one name."""
+    path = find_checkpoint(path).absolute()  # as orbax asks
+    if damage := find_damage(path):
+        raise ValueError(f"{caller()}: {path} is damaged: {'; '.join(damage)}.")
+    head, orbax = read_head(path), make_orbax()
+    tensors = [stored for stored in head.stored if stored.where == TENSORS]
+    homes = {name: stored for stored in tensors for name in stored.names if name not in head.unsaved}
+    stored = {name: Stored(*_torch_type(home, is_wide=name in head.wide)) for name, home in homes.items()}
 
-    def __init__(self, path: Path) -> None:
-        self._path = find_checkpoint(path).absolute()  # as orbax asks
-        self.shown = str(self._path)
-        if damage := find_damage(self._path):
-            raise ValueError(f"{caller()}: {self._path} is damaged: {'; '.join(damage)}.")
-        head = read_head(self._path)
-        self._orbax = make_orbax()
-        self._read: tuple[SavedArray, jax.Array] | None = None
-        self._homes = {
-            name: stored
-            for stored in head.stored
-            for name in stored.names
-            if stored.where == TENSORS and name not in head.unsaved
-        }
-        self._wide = head.wide
-        self.stored = {name: Stored(*self._torch_type(name)) for name in self._homes}
+    @functools.lru_cache(1)  # a stack is read once for all of its rows
+    def read(home: SavedArray) -> jax.Array:
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        return read_arrays(orbax, path, {home: jax.ShapeDtypeStruct(home.shape, home.dtype, sharding=device)})[home]
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """One of them; the stack of which it is a row is kept for the next."""
-        stored = self._homes[name]
-        if self._read is None or self._read[0] != stored:
-            device = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-            struct = jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=device)
-            self._read = stored, read_arrays(self._orbax, self._path, {stored: struct})[stored]
-        array = self._read[1]
-        row = to_host(array if len(stored.names) == 1 else array[stored.names.index(name)])
-        return row.to(self.stored[name].dtype)
+    def tensor(name: str) -> torch.Tensor:
+        home = homes[name]
+        array = read(home)
+        return to_host(array[home.names.index(name)] if len(home.names) > 1 else array).to(stored[name].dtype)
 
-    def _torch_type(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        shape, dtype = self._homes[name].entry_type
-        return shape, torch.int64 if name in self._wide else torch_dtype(np.dtype(dtype))
+    return TensorFile(str(path), stored, tensor)
+
+
+def _torch_type(home: SavedArray, *, is_wide: bool) -> tuple[tuple[int, ...], torch.dtype]:
+    shape, dtype = home.entry_type
+    return shape, torch.int64 if is_wide else torch_dtype(np.dtype(dtype))
 
 
 def write_checkpoint(directory: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
@@ -147,3 +153,55 @@ def write_checkpoint(directory: Path, tensors: Mapping[str, torch.Tensor]) -> Pa
         state = TrainState(zero, params, {}, {}, (), jax.random.key(0), zero, wide=wide)
         checkpointer.save(state)
         return checkpointer.path(0)
+
+
+def holds_checkpoint(path: Path) -> bool:
+    """Tell whether it is a checkpoint, or a directory of them."""
+    return (path / HEAD).exists() or bool(find_steps(path))
+
+
+def find_checkpoint(path: Path) -> Path:
+    """A checkpoint, or the newest of a directory of them."""
+    if (path / HEAD).exists():
+        return path
+    if not (steps := find_steps(path)):
+        below = sorted({found.parent.parent for found in path.glob(f"*/step_*/{HEAD}")})
+        there = f" Below it are some: {', '.join(map(str, below))}." if below else ""
+        raise FileNotFoundError(
+            f"{path} is not a checkpoint and holds none (directories such as step_00000100).{there}"
+        )
+    return step_path(path, steps[-1])
+
+
+def inventory(path: Path) -> Group:
+    """Contents of a checkpoint, for people."""
+    head = read_head(path)
+    size = decimal(sum(stored.num_bytes for stored in head.stored))
+    metrics = "".join(f", {name} {value:.6g}" for name, value in head.metrics.items())
+    axes = ", ".join(f"{axis}={size}" for axis, size in head.mesh.items())
+    summary = f"{path}: step {head.step}, {head.num_batches} batches seen, {size}{metrics}, on mesh ({axes})"
+    table = Table()
+    for heading in ("name", "kind", "shape", "dtype", "spec", "bytes", "stored"):
+        table.add_column(heading, overflow="fold", justify="right" if heading == "bytes" else "left")
+    for row in _rows(head):
+        table.add_row(*(Text(str(cell)) for cell in row))
+    return Group(Text(summary), table)
+
+
+def _rows(head: Head) -> Iterator[tuple[object, ...]]:
+    """A row for each parameter and buffer, and one for each place in the rest of the state."""
+    rest: dict[str, list[SavedArray]] = {}
+    for stored in head.stored:
+        if stored.where != TENSORS:
+            rest.setdefault(stored.where, []).append(stored)
+            continue
+        (shape, dtype), count = stored.entry_type, len(stored.names)
+        for number, name in enumerate(stored.names):
+            kind = f"{stored.kind}, not in state_dict" if name in head.unsaved else stored.kind
+            place = f"row {number} of {count}" if count > 1 else ""
+            yield name, kind, shape, dtype, stored.spec, decimal(stored.num_bytes // count), place
+    for where, several in rest.items():
+        count, size = sum(len(stored.names) for stored in several), sum(stored.num_bytes for stored in several)
+        dtypes = ", ".join(dict.fromkeys(stored.dtype for stored in several))
+        shape = "by name" if count else several[0].shape
+        yield where, f"{count} entries" if count else "", shape, dtypes, "", decimal(size), ""

@@ -21,7 +21,7 @@ from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_count, check_directory, check_file, check_kind, check_path
 from torch_shard._common.wrappers import unwrapped
 from torch_shard._device import refuse_meta, to_cpu
-from torch_shard._hosts import agree
+from torch_shard._hosts import exchange
 from torch_shard._io.formats import DTYPES, Stored
 from torch_shard._sharding import Stacks, group_ties, holdings, unsaved_buffers
 from torch_shard._state import TrainState
@@ -37,6 +37,8 @@ def split(stored: Mapping[str, Stored], max_shard_bytes: int) -> list[list[str]]
 
     In a file the widest dtypes come first, so that each tensor starts at a multiple of its dtype's size.
     """
+    if odd := [f"{name}: {entry.dtype}" for name, entry in stored.items() if entry.dtype not in _CODES]:
+        raise ValueError(f"safetensors cannot hold {', '.join(odd)}. Convert them first.")
     files, room = [list[str]()], max_shard_bytes
     for name, entry in stored.items():
         size = _num_bytes(entry)
@@ -48,82 +50,64 @@ def split(stored: Mapping[str, Stored], max_shard_bytes: int) -> list[list[str]]
     return [sorted(names, key=lambda name: -stored[name].dtype.itemsize) for names in files]
 
 
-class Export:
-    """The files of an export: one, or several with an index beside them.
-
-    Attributes:
-        result: The one file, or the index.
-        parts: The names in each file, in the order in which `write` takes them.
+def result_of(path: Path, parts: list[list[str]]) -> Path:
+    """The one file of an export, or the index of several.
 
     Args:
         path: A file `*.safetensors` (of several, each takes its stem), or a directory.
-        stored: What will be written.
-        max_shard_bytes: Of one file.
-        metadata: Strings for the header of each file.
+        parts: What `split` gives.
     """
+    one = path if path.suffix == ".safetensors" else path / "model.safetensors"
+    return one if len(parts) == 1 else one.with_name(f"{one.name}.index.json")
 
-    def __init__(
-        self, path: Path, stored: Mapping[str, Stored], max_shard_bytes: int, metadata: dict[str, str]
-    ) -> None:
-        odd = [f"{name}: {entry.dtype}" for name, entry in stored.items() if entry.dtype not in _CODES]
-        if odd:
-            raise ValueError(f"safetensors cannot hold {', '.join(odd)}. Convert them first.")
-        is_file = path.suffix == ".safetensors"
-        self._folder, self._stem = (path.parent, path.stem) if is_file else (path, "model")
-        self._stored, self._metadata = stored, metadata
-        self._one, self._index = (self._folder / f"{self._stem}.safetensors{end}" for end in ("", ".index.json"))
-        self.parts = split(stored, max_shard_bytes)
-        self.result = self._one if len(self.parts) == 1 else self._index
 
-    @property
-    def names(self) -> list[str]:
-        """All names, in the order in which `write` takes them."""
-        return [name for names in self.parts for name in names]
+def write_safetensors(
+    result: Path,
+    stored: Mapping[str, Stored],
+    parts: list[list[str]],
+    tensors: Iterable[torch.Tensor],
+    metadata: Mapping[str, str],
+) -> Path:
+    """Write CPU tensors, which are let go one by one, in the order of `parts`.
 
-    def write(self, tensors: Iterable[torch.Tensor]) -> Path:
-        """Write CPU tensors, which are let go one by one, in the order of `names`.
+    Several files get names that no older file has, and the index takes its place last; what it replaces is removed
+    after that. So a failure leaves the old export as it was, whatever the moment.
+    """
+    one = result.with_name(result.name.removesuffix(".index.json"))
+    index = one.with_name(f"{one.name}.index.json")
+    one.parent.mkdir(parents=True, exist_ok=True)
+    stale = {one, index, *_files_of(index)}
+    files, rest = [one] if result == one else _new_files(one, len(parts)), iter(tensors)
+    with contextlib.ExitStack() as stack:  # what was entered first is renamed last
+        text = stack.enter_context(replacing(index)) if result == index else None
+        for path, names in zip(files, parts, strict=True):
+            with stack.enter_context(replacing(path)).open("wb") as out:
+                _write(out, {name: stored[name] for name in names}, rest, metadata)
+        if text is not None:
+            found = {name: path.name for path, names in zip(files, parts, strict=True) for name in names}
+            size = sum(map(_num_bytes, stored.values()))
+            ordered = {name: found[name] for name in stored}
+            text.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": ordered}, indent=2))
+    for path in stale - {*files, result}:
+        path.unlink(missing_ok=True)
+    return result
 
-        Several files get names that no older file has, and the index takes its place last; what it replaces is removed
-        after that. So a failure leaves the old export as it was, whatever the moment.
-        """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        stale = self._older()
-        files, rest = self._paths(), iter(tensors)
-        with contextlib.ExitStack() as stack:  # what was entered first is renamed last
-            index = stack.enter_context(replacing(self._index)) if len(files) > 1 else None
-            for path, names in zip(files, self.parts, strict=True):
-                with stack.enter_context(replacing(path)).open("wb") as out:
-                    _write(out, {name: self._stored[name] for name in names}, rest, self._metadata)
-            if index is not None:
-                index.write_text(self._index_text(files))
-        for path in stale - {*files, self.result}:
-            path.unlink(missing_ok=True)
-        return self.result
 
-    def _paths(self) -> list[Path]:
-        num = len(self.parts)
-        if num == 1:
-            return [self._one]
-        for attempt in itertools.count(1):
-            stem = self._stem if attempt == 1 else f"{self._stem}-{attempt}"
-            paths = [self._folder / f"{stem}-{i:05}-of-{num:05}.safetensors" for i in range(1, num + 1)]
-            if not any(path.exists() for path in paths):
-                return paths
-        raise AssertionError  # the count has no end
+def _new_files(one: Path, num: int) -> list[Path]:
+    for attempt in itertools.count(1):
+        stem = one.stem if attempt == 1 else f"{one.stem}-{attempt}"
+        paths = [one.with_name(f"{stem}-{i:05}-of-{num:05}.safetensors") for i in range(1, num + 1)]
+        if not any(path.exists() for path in paths):
+            return paths
+    raise AssertionError  # the count has no end
 
-    def _index_text(self, files: list[Path]) -> str:
-        size = sum(map(_num_bytes, self._stored.values()))
-        found = {name: path.name for path, names in zip(files, self.parts, strict=True) for name in names}
-        index = {"metadata": {"total_size": size}, "weight_map": {name: found[name] for name in self._stored}}
-        return json.dumps(index, indent=2)
 
-    def _older(self) -> set[Path]:
-        """The files of an export that this one replaces."""
-        found = {self._one, self._index}
-        with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
-            files = json.loads(self._index.read_text())["weight_map"].values()
-            found |= {self._folder / file for file in files if Path(file).name == file}
-        return found
+def _files_of(index: Path) -> list[Path]:
+    """The files that an index names, if there is one."""
+    with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
+        files = json.loads(index.read_text())["weight_map"].values()
+        return [index.with_name(file) for file in files if Path(file).name == file]
+    return []
 
 
 def _num_bytes(entry: Stored) -> int:
@@ -131,14 +115,14 @@ def _num_bytes(entry: Stored) -> int:
 
 
 def _write(
-    out: BinaryIO, stored: Mapping[str, Stored], tensors: Iterator[torch.Tensor], metadata: dict[str, str]
+    out: BinaryIO, stored: Mapping[str, Stored], tensors: Iterator[torch.Tensor], metadata: Mapping[str, str]
 ) -> None:
     """One file of safetensors: the length of the header, the header, the bytes.
 
     Written here, as the library's `save_file` wants all tensors at once, where a tensor on shards is to be whole on the
     host only for as long as it is written.
     """
-    header: dict[str, object] = {"__metadata__": metadata}
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
     start = 0
     for name, entry in stored.items():
         stop = start + _num_bytes(entry)
@@ -207,9 +191,10 @@ def export_safetensors(
     path = check_file("path", path) if path.suffix == ".safetensors" else check_directory("path", path)
     values, structs = _collect(state)
     stored = {name: Stored(tuple(s.shape), _dtype_of(state, name, s)) for name, s in structs.items()}
-    export = Export(path, stored, max_shard_bytes, strings)
-    _write_once(export.write, (to_cpu(values[name]).detach().to(stored[name].dtype) for name in export.names))
-    return export.result
+    parts = split(stored, max_shard_bytes)
+    tensors = (to_cpu(values[name]).detach().to(stored[name].dtype) for names in parts for name in names)
+    _write_once(lambda found: write_safetensors(result_of(path, parts), stored, parts, found, strings), tensors)
+    return result_of(path, parts)
 
 
 @public
@@ -291,16 +276,14 @@ def _dtype_of(state: object, name: str, struct: PyTree) -> torch.dtype:
 
 def _write_once(write: Callable[[Iterator[torch.Tensor]], object], tensors: Iterator[torch.Tensor]) -> None:
     """Let the first process write; all of them go through the tensors, which gathers those on several processes."""
-    if jax.process_count() == 1:
-        write(tensors)
-        return
-    failure = None
-    try:
-        if jax.process_index() == 0:
-            write(tensors)
-    except Exception as error:
-        failure = error
-    for _ in tensors:
-        pass
-    if agree(failure is not None):
-        raise failure or RuntimeError("The first process could not write the weights; its own error says why.")
+
+    def go_through() -> None:
+        try:
+            if jax.process_index() == 0:
+                write(tensors)
+        finally:
+            if jax.process_count() > 1:
+                for _ in tensors:
+                    pass
+
+    exchange(go_through)

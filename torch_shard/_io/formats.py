@@ -9,9 +9,8 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -42,63 +41,43 @@ class Stored:
     dtype: torch.dtype
 
 
-class TensorFile(Protocol):
+@dataclasses.dataclass
+class TensorFile:
     """Tensors by name.
 
     Attributes:
         shown: The file, for messages.
-        stored: What lies there, in the order of the file.
+        stored: What lies there, by name.
+        tensor: Gives one of them; bytes are read when touched, and take memory while it lives. It is not to be kept.
     """
 
     shown: str
     stored: dict[str, Stored]
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """One of them; bytes are read when touched, and take memory while the tensor lives. It is not to be kept."""
-        ...
+    tensor: Callable[[str], torch.Tensor]
 
 
-class SafetensorsFile:
-    """A file of safetensors.
+def _mapped(open_file: Callable[[], Callable[[str], torch.Tensor]]) -> Callable[[str], torch.Tensor]:
+    """Read from a file that is mapped: anew after so many bytes, as the pages that were read stay until then."""
+    read: Callable[[str], torch.Tensor] | None = None
+    touched = 0
 
-    The library checks the file; its tensors are then mapped one by one (the library maps the whole file, and the pages
-    that were read stay).
-    """
+    def tensor(name: str) -> torch.Tensor:
+        nonlocal read, touched
+        if read is None or touched >= RUN_BYTES:
+            read = None  # unmaps the file
+            read, touched = open_file(), 0
+        found = read(name).detach()
+        touched += min(found.nbytes, RUN_BYTES)
+        return found
 
-    def __init__(self, path: Path) -> None:
-        self.shown, self._path = str(path), path
-        header, self._start = _read_header(path)
-        lacking = [f"{name}: {fields['dtype']}" for name, fields in header.items() if fields["dtype"] not in DTYPES]
-        if lacking:
-            raise ValueError(f"{caller()}: {path} holds dtypes that torch has no tensors of: {', '.join(lacking)}.")
-        self._last: tuple[str, torch.Tensor] | None = None
-        spans = {name: fields["data_offsets"] for name, fields in header.items()}
-        self._spans = dict(sorted(spans.items(), key=lambda item: item[1]))
-        self.stored = {n: Stored(tuple(header[n]["shape"]), DTYPES[header[n]["dtype"]]) for n in self._spans}
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """One of the tensors, mapped by itself; the last one stays so, unless it is large."""
-        if self._last is None or self._last[0] != name:
-            self._last = None
-            tensor = self._map(name)
-            if tensor.nbytes > RUN_BYTES:
-                return tensor
-            self._last = name, tensor
-        return self._last[1]
-
-    def _map(self, name: str) -> torch.Tensor:
-        (begin, end), stored = self._spans[name], self.stored[name]
-        if begin == end:
-            return torch.empty(stored.shape, dtype=stored.dtype)
-        mapped = np.memmap(self._path, np.uint8, "c", self._start + begin, (end - begin,))
-        return torch.from_numpy(mapped).view(stored.dtype).view(stored.shape)
+    return tensor
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The fields by name, and where the bytes of the tensors start."""
+def _safetensors_file(path: Path) -> TensorFile:
     try:
-        with safe_open(path, framework="pt"):
-            pass
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (no dict)
+            held = {name: (tuple(found.get_shape()), found.get_dtype()) for name, found in slices.items()}
     except SafetensorError as error:
         if zipfile.is_zipfile(path):
             raise ValueError(
@@ -107,10 +86,10 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         raise ValueError(
             f"{caller()}: {path} is damaged, or no safetensors file: {error}{_describe_sizes(path)}."
         ) from error
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    return {name: fields for name, fields in header.items() if name != "__metadata__"}, 8 + size
+    if lacking := [f"{name}: {code}" for name, (_, code) in held.items() if code not in DTYPES]:
+        raise ValueError(f"{caller()}: {path} holds dtypes that torch has no tensors of: {', '.join(lacking)}.")
+    stored = {name: Stored(shape, DTYPES[code]) for name, (shape, code) in held.items()}
+    return TensorFile(str(path), stored, _mapped(lambda: safe_open(path, framework="pt").get_tensor))
 
 
 def _describe_sizes(path: Path) -> str:
@@ -120,27 +99,12 @@ def _describe_sizes(path: Path) -> str:
     return f" (the file has {path.stat().st_size} bytes{claim})"
 
 
-class TorchFile:
+def _torch_file(path: Path) -> TensorFile:
     """A file of `torch.save`, mapped where its format allows that (since torch 1.6)."""
-
-    def __init__(self, path: Path) -> None:
-        self.shown, self._path = str(path), path
-        self._is_mapped = zipfile.is_zipfile(path)
-        self._tensors: Any = self._load()
-        self._touched = 0
-        self.stored = _stored(self._tensors, self.shown)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """One of the tensors; the file is mapped anew after so many bytes."""
-        if self._is_mapped and self._touched > RUN_BYTES:
-            self._tensors, self._touched = self._load(), 0
-        tensor = self._tensors[name].detach()
-        self._touched += min(tensor.nbytes, RUN_BYTES)
-        return tensor
-
-    def _load(self) -> Any:
-        self._tensors = None  # unmaps the file
-        return read_torch(self._path)
+    held = held_tensors(read_torch(path), str(path))
+    if zipfile.is_zipfile(path):
+        return TensorFile(held.shown, held.stored, _mapped(lambda: read_torch(path).__getitem__))
+    return held
 
 
 def read_torch(path: Path) -> Any:
@@ -163,20 +127,8 @@ def read_torch(path: Path) -> Any:
         ) from error
 
 
-class HeldTensors:
-    """A mapping of CPU tensors, read like a file."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], shown: str = "the mapping") -> None:
-        self.shown, self._tensors = shown, tensors
-        self.stored = _stored(tensors, self.shown)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """One of the tensors."""
-        return self._tensors[name].detach()
-
-
-def _stored(tensors: Any, shown: str) -> dict[str, Stored]:
-    """Shapes and dtypes of strided tensors by name; anything else is refused."""
+def held_tensors(tensors: Any, shown: str = "the mapping") -> TensorFile:
+    """A mapping of strided CPU tensors, read like a file; anything else is refused."""
     is_mapping = isinstance(tensors, Mapping)
     if not is_mapping or not all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in tensors.items()):
         held = ", ".join(f"{k!r}: {_describe(v)}" for k, v in tensors.items()) if is_mapping else _describe(tensors)
@@ -195,7 +147,8 @@ def _stored(tensors: Any, shown: str) -> dict[str, Stored]:
             f"{caller()}: {shown} must hold plain CPU tensors, but has {listed}. Convert them with .to_dense(), "
             ".dequantize() or .cpu()."
         )
-    return {name: Stored(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    stored = {name: Stored(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    return TensorFile(shown, stored, lambda name: tensors[name].detach())
 
 
 def _describe(value: object) -> str:
@@ -235,32 +188,14 @@ TORCH_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 
 
-class ManyFiles:
-    """The tensors of several files as those of one.
-
-    Attributes:
-        shown: For messages.
-        stored: As in `TensorFile`.
-    """
-
-    def __init__(self, shown: str, files: list[TensorFile]) -> None:
-        self.shown = shown
-        self._files = {name: file for file in files for name in file.stored}
-        self.stored: dict[str, Stored] = {name: file.stored[name] for name, file in self._files.items()}
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """One of the tensors."""
-        return self._files[name].tensor(name)
-
-
 def open_safetensors(path: Path) -> TensorFile:
     """The tensors of a file, directory or index of safetensors."""
-    return _open(path, SafetensorsFile, SAFETENSORS_NAMES, SAFETENSORS)
+    return _open(path, _safetensors_file, SAFETENSORS_NAMES, SAFETENSORS)
 
 
 def open_torch(path: Path) -> TensorFile:
     """Open files of `torch.save`."""
-    return _open(path, TorchFile, TORCH_NAMES, TORCH)
+    return _open(path, _torch_file, TORCH_NAMES, TORCH)
 
 
 def _open(
@@ -336,7 +271,8 @@ def _open_index(path: Path, open_file: Callable[[Path], TensorFile]) -> TensorFi
     if faults:
         listed = "\n".join(f"  {fault}." for fault in faults)
         raise ValueError(f"{caller()}: {path} does not fit its files. Fetch them again.\n\n{listed}")
-    return ManyFiles(str(path), list(files.values()))
+    stored = {name: entry for file in files.values() for name, entry in file.stored.items()}
+    return TensorFile(str(path), stored, lambda name: files[first[name]].tensor(name))
 
 
 def _is_file(path: Path) -> bool:

@@ -19,7 +19,7 @@ from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call, check_kind, check_path
 from torch_shard._common.wrappers import unwrapped
 from torch_shard._device import put, wrap_array
-from torch_shard._io.formats import HeldTensors, Index, TensorFile, open_safetensors, open_torch, read_part, read_runs
+from torch_shard._io.formats import Index, TensorFile, held_tensors, open_safetensors, open_torch, read_part, read_runs
 from torch_shard._io.match import Allowed, Match, Rename, TargetEntry
 from torch_shard._io.training import Restoring, open_training
 from torch_shard._sharding import (
@@ -162,7 +162,7 @@ def load_torch(
         names: dict[torch.Tensor, str] = {parameter: name for name, parameter in named}
         loader.restoring = Restoring(cast(torch.optim.Optimizer, optimizer), scheduler, kept, names)
     else:
-        file = HeldTensors(path) if isinstance(path, Mapping) else open_torch(check_path("path", path))
+        file = held_tensors(path) if isinstance(path, Mapping) else open_torch(check_path("path", path))
         loader = _Loader(file, model_or_names, mesh=mesh, plan=plan, dtype=dtype)
     return loader.run(rename, allow_missing, allow_unused)
 
@@ -223,12 +223,8 @@ class _Loader:
     def _fill_both(self, restoring: Restoring) -> torch.nn.Module:
         """Fill the module, and its optimizer: both, or neither of them."""
         before = dict(self._target.named_parameters())
-        undo = restoring.load()
-        try:
-            filled = self._fill_module()
-        except BaseException:
-            undo()
-            raise
+        restoring.load()
+        filled = self._fill_module()
         now = dict(self._target.named_parameters())
         restoring.adopt({param: now[name] for name, param in before.items()})
         return filled

@@ -1,28 +1,38 @@
-"""Contents of a saved state: each stored array with the names of the entries in it."""
+"""Contents of a saved state: each stored array with the names of the entries in it, as orbax writes and reads it."""
 
 import collections
 import dataclasses
-import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from torch_shard._common.types import PyTree
 from torch_shard._io.integrity import Unreadable, read_json, reading
 from torch_shard._io.param_groups import plain_groups
-from torch_shard._sharding import Layout, Stacks, describe_group, describe_spec, row_sharding, stack_sharding, take_row
+from torch_shard._sharding import (
+    Kept,
+    Layout,
+    Stacks,
+    describe_group,
+    describe_spec,
+    row_sharding,
+    stack_sharding,
+    take_row,
+)
 from torch_shard._state import KINDS, TrainState
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
 
 TENSORS = "tensors"
 """The place of parameters and buffers; all else is the rest of the state."""
-
-SCALARS = ("step", "num_batches", "key")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,33 +75,47 @@ class SavedArray:
         """Size of the whole array."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype).size * jnp.dtype(self.dtype).itemsize
 
-    @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> "SavedArray":
-        """The inverse of `dataclasses.asdict`, by way of JSON."""
-        return cls(
-            where=_text(found["where"]),
-            names=_texts(found["names"]),
-            shape=tuple(map(_count, found["shape"])),
-            dtype=jnp.dtype(_text(found["dtype"])).name,
-            spec=_text(found["spec"]),
-            kind=_text(found["kind"]),
-        )
+
+Parts = collections.OrderedDict[str, PyTree]
+"""Of a state, by the names of its fields, in the order in which they are shown."""
 
 
-def flatten(state: TrainState) -> dict[SavedArray, PyTree]:
-    """The stored arrays of a state (or of a tree of structs in its place) in torch's form, each with what it is."""
-    found: dict[SavedArray, PyTree] = {}
-    for kind in KINDS:
-        found |= by_name(TENSORS, Stacks.merged(getattr(state, kind)).whole(), kind)
-    for name in SCALARS:
-        found[_describe(name, (), getattr(state, name))] = getattr(state, name)
-    for path, leaf in _leaves(state.opt_state):
-        where = "opt_state" + jax.tree_util.keystr(path)
-        if isinstance(leaf, Stacks):
-            found |= by_name(where, leaf.whole())
-        else:
-            found[_describe(where, (), leaf)] = _plain(leaf)
-    return found
+def parts_of(state: TrainState, *, all_of_it: bool = True) -> Parts:
+    """The parts of a state (or of a tree of structs in its place): all, or those that hold parameters and buffers."""
+    parts = [(kind, Stacks.merged(getattr(state, kind))) for kind in KINDS]
+    rest = ("step", "num_batches", "key", "opt_state") if all_of_it else ()
+    return collections.OrderedDict([*parts, *((name, getattr(state, name)) for name in rest)])
+
+
+def flatten(parts: Parts) -> dict[SavedArray, PyTree]:
+    """The stored arrays in torch's form, each with what it is."""
+    return {stored: _plain(leaf) for stored, leaf, _ in _walk(parts)}
+
+
+def _walk(parts: Parts) -> Iterator[tuple[SavedArray, PyTree, Kept | None]]:
+    """In the order of the leaves: what each is, in torch's form, and the form in which it is kept."""
+    for path, node in jax.tree_util.tree_leaves_with_path(parts, is_leaf=lambda node: isinstance(node, Stacks)):
+        part: str = path[0].key
+        kind = part if part in KINDS else ""
+        where = (TENSORS if kind else part) + jax.tree_util.keystr(path[1:])
+        if not isinstance(node, Stacks):
+            yield _describe(where, (), node), node, None
+            continue
+        for group, value in zip(node.layout.groups, node.whole().arrays, strict=True):
+            # No array, but none (where it is masked) or several: for one name alone.
+            for below, leaf in jax.tree_util.tree_leaves_with_path(value):
+                stored = _describe(where + jax.tree_util.keystr(below), group, leaf, kind)
+                yield stored, leaf, node.layout.forms.get(group[0])
+
+
+def fill(structs: Parts, entries: "Entries") -> Parts:
+    """Parts like `structs` with these entries, each on its shards, stored as `structs` are."""
+    leaves, tree = jax.tree.flatten(structs)
+    found: list[jax.Array] = []
+    for (stored, _, form), struct in zip(_walk(structs), leaves, strict=True):
+        array = entries.array(stored)
+        found.append(_put(array if form is None else form.store(array, is_stack=len(stored.names) > 1), struct))
+    return jax.tree.unflatten(tree, found)
 
 
 def _plain(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | jax.ShapeDtypeStruct:
@@ -102,23 +126,6 @@ def _plain(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | jax.ShapeDtype
         return jax.random.key_data(leaf)
     words = jax.eval_shape(jax.random.key_data, leaf)
     return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=leaf.sharding)
-
-
-def _leaves(tree: PyTree) -> list[tuple[jax.tree_util.KeyPath, PyTree]]:
-    return jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_stacks)
-
-
-def _is_stacks(node: object) -> bool:
-    return isinstance(node, Stacks)
-
-
-def by_name(where: str, stacks: Stacks, kind: str = "") -> dict[SavedArray, PyTree]:
-    """The stored arrays of one place, each with what it is."""
-    found: dict[SavedArray, PyTree] = {}
-    for group, value in zip(stacks.layout.groups, stacks.arrays, strict=True):
-        for path, leaf in _leaves(value):  # no array, but none (where it is masked) or several: for one name alone
-            found[_describe(where + jax.tree_util.keystr(path), group, leaf, kind)] = _plain(leaf)
-    return found
 
 
 def _describe(
@@ -143,27 +150,26 @@ class Entries:
         """Shape and dtype."""
         return self._homes[entry].entry_type
 
-    def __getitem__(self, entry: tuple[str, str]) -> PyTree:
-        stored = self._homes[entry]
-        array = self._arrays[stored]
-        return array if len(stored.names) < 2 else take_row(array, stored.names.index(entry[1]))
+    def array(self, stored: SavedArray) -> PyTree:
+        """The entries of a stored array, as it has them."""
+        home = self._homes[stored.entries[0]]
+        if home.names == stored.names:
+            return self._arrays[home]
+        name, *others = stored.names
+        if not others:
+            return take_row(self._arrays[home], home.names.index(name))
+        held = {own.names: array for own, array in self._arrays.items() if own.where == stored.where}
+        return Stacks(Layout.of(held), held.values()).stacked(stored.names)
 
     def sharding_of(self, stored: SavedArray) -> NamedSharding:
         """Where a stored array is to lie: as the one with the same entries does, or each row as the first one."""
-        home = self._homes[stored.entries[0]]
-        if home.names == stored.names:
-            return self._arrays[home].sharding
-        sharding = self[stored.entries[0]].sharding
+        if self._homes[stored.entries[0]].names == stored.names:
+            return self.array(stored).sharding
+        sharding = self.array(dataclasses.replace(stored, names=stored.names[:1])).sharding
         return stack_sharding(sharding) if len(stored.names) > 1 else sharding
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         return iter(self._homes)
-
-    def stacks(self, where: str) -> Stacks:
-        """The arrays of one place, stored as they are."""
-        held = {stored.names: array for stored, array in self._arrays.items() if stored.where == where}
-        groups = tuple(held)
-        return Stacks(Layout(groups, tuple(name for group in groups for name in group)), held.values())
 
 
 def check_alike(path: Path, found: Entries, wanted: Entries, *, params_only: bool) -> None:
@@ -199,41 +205,6 @@ def targets(found: list[SavedArray], wanted: Entries) -> dict[SavedArray, jax.Sh
     return {s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=wanted.sharding_of(s)) for s in found}
 
 
-def fill(structs: TrainState, entries: Entries) -> TrainState:
-    """A state like `structs` with these entries, each on its shards, stored as `structs` are."""
-
-    def filled(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
-        where = "opt_state" + jax.tree_util.keystr(path)
-        return _filled(where, leaf, entries)
-
-    return dataclasses.replace(
-        structs,
-        **{kind: fill_kind(structs, kind, entries) for kind in KINDS},
-        **{name: _filled(name, getattr(structs, name), entries) for name in SCALARS},
-        opt_state=jax.tree_util.tree_map_with_path(filled, structs.opt_state, is_leaf=_is_stacks),
-    )
-
-
-def fill_kind(structs: TrainState, kind: str, entries: Entries) -> Stacks:
-    """Fill in the parameters or buffers of one kind."""
-    return _filled(TENSORS, getattr(structs, kind), entries)
-
-
-def _filled(where: str, struct: PyTree, entries: Entries) -> PyTree:
-    if not isinstance(struct, Stacks):
-        return _put(entries[where, ""], struct)
-    held, groups = entries.stacks(where), zip(struct.layout.groups, struct.arrays, strict=True)
-
-    def filled(group: tuple[str, ...], path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        name, *others = group
-        form = struct.layout.forms.get(name)
-        array = held.stacked(group) if others else entries[where + jax.tree_util.keystr(path), name]
-        return _put(array if form is None else form.store(array, is_stack=bool(others)), leaf)
-
-    each = jax.tree_util.tree_map_with_path
-    return Stacks(struct.layout, (each(functools.partial(filled, group), value) for group, value in groups))
-
-
 def _put(array: jax.Array, struct: jax.ShapeDtypeStruct) -> jax.Array:
     """An array as it was read onto its shards; a random key from its words."""
     array = jax.device_put(array, struct.sharding)
@@ -244,9 +215,46 @@ def _put(array: jax.Array, struct: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.random.wrap_key_data(array, impl=impl[0])
 
 
+def make_orbax() -> "ocp.AsyncCheckpointer":
+    import orbax.checkpoint as ocp
+
+    # Replicas on the devices of one process cannot share the work: cut into slices, they only take longer to copy.
+    arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=jax.process_count() > 1)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry))
+
+
+def to_save(arrays: Mapping[SavedArray, jax.Array]) -> "ocp.args.PyTreeSave":
+    """Arguments of orbax for a save. Arrays without elements, which orbax refuses, are in the description alone."""
+    import orbax.checkpoint as ocp
+
+    return ocp.args.PyTreeSave({stored.label: array for stored, array in arrays.items() if stored.num_bytes})
+
+
+def read_arrays(
+    orbax: "ocp.AsyncCheckpointer", path: Path, structs: Mapping[SavedArray, jax.ShapeDtypeStruct]
+) -> dict[SavedArray, jax.Array]:
+    """Arrays of a checkpoint, each onto its shards."""
+    import orbax.checkpoint as ocp
+
+    given = {stored.label: struct for stored, struct in structs.items() if stored.num_bytes}
+    restore_args = ocp.checkpoint_utils.construct_restore_args(given)
+    with reading(str(path)):
+        found = orbax.restore(
+            path, args=ocp.args.PyTreeRestore(item=given, restore_args=restore_args, partial_restore=True)
+        )
+    return {s: found[s.label] if s.num_bytes else _empty(struct) for s, struct in structs.items()}
+
+
+def _empty(struct: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array without elements."""
+    whole = np.zeros(struct.shape, struct.dtype)
+    return jax.make_array_from_callback(struct.shape, struct.sharding, whole.__getitem__)
+
+
 HEAD = "state.json"
 
-FORMAT = 1
+FORMAT = 2
 
 _STEP = re.compile(r"step_(\d+)")
 
@@ -275,7 +283,7 @@ class Head:
         metrics: Numbers that were kept with it.
         mesh: Sizes of the mesh axes that it was split over.
         notes: More that was kept with it, as JSON has it.
-        random: Settings of JAX by which the run drew its random numbers; none where an older version wrote it.
+        random: Settings of JAX by which the run drew its random numbers.
         groups: Numbers of the parameter groups (`lr`, ...) of each optimizer of torch, by what it trains.
         stored: Its arrays.
     """
@@ -287,48 +295,24 @@ class Head:
     metrics: dict[str, float]
     mesh: dict[str, int]
     stored: list[SavedArray]
-    notes: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    random: dict[str, str | bool] = dataclasses.field(default_factory=dict[str, str | bool])
-    groups: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict[str, list[dict[str, Any]]])
-
-    @classmethod
-    def from_json(cls, found: Any) -> "Head":
-        """The inverse of `dataclasses.asdict`, by way of JSON."""
-        if found["format"] != FORMAT:
-            raise ValueError(f"format {found['format']!r}, must be {FORMAT}")
-        stored = [SavedArray.from_json(one) for one in list[Any](found["stored"])]
-        if len({entry for one in stored for entry in one.entries}) < sum(len(one.entries) for one in stored):
-            raise ValueError("an entry is stored twice")
-        return cls(
-            step=_count(found["step"]),
-            num_batches=_count(found["num_batches"]),
-            unsaved=_texts(found["unsaved"]),
-            wide=_texts(found["wide"]),
-            metrics={_text(name): float(value) for name, value in found["metrics"].items()},
-            mesh={_text(axis): _count(size) for axis, size in found["mesh"].items()},
-            notes=dict[str, Any](found.get("notes", {})),
-            random={_text(name): value for name, value in found.get("random", {}).items()},
-            groups={label: list(map(dict[str, Any], own)) for label, own in found.get("groups", {}).items()},
-            stored=stored,
-        )
+    notes: dict[str, Any]
+    random: dict[str, str | bool]
+    groups: dict[str, list[dict[str, Any]]]
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r:.50} is no text")
-    return value
-
-
-def _texts(values: Any) -> tuple[str, ...]:
-    if not isinstance(values, list):
-        raise TypeError(f"{values!r:.50} is no list of names")
-    return tuple(map(_text, cast(list[object], values)))
-
-
-def _count(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
-        raise TypeError(f"{value!r:.50} is no count")
-    return value
+def _as(kind: Any, found: Any) -> Any:
+    """What JSON has of a value, as one of its type: the inverse of `dataclasses.asdict`."""
+    if dataclasses.is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return cast(Any, kind)(**{name: _as(hints[name], value) for name, value in found.items()})
+    outer, inner = get_origin(kind) or kind, get_args(kind)
+    if outer is dict:
+        return {name: _as(inner[1], value) for name, value in found.items()}
+    if outer in (list, tuple) and isinstance(found, list):
+        return outer(_as(inner[0], one) for one in cast(list[Any], found))
+    if kind is not Any and (not isinstance(found, kind) or (kind is int and isinstance(found, bool))):
+        raise TypeError(f"{found!r:.50} is no {kind}")
+    return found
 
 
 RANDOM = ("jax_default_prng_impl", "jax_threefry_partitionable", "jax_enable_x64")
@@ -365,7 +349,7 @@ def head_of(state: TrainState, metrics: Mapping[str, float], notes: Mapping[str,
         wide=state.wide,
         metrics={name: float(value) for name, value in metrics.items()},
         mesh=dict(sharding.mesh.shape) if isinstance(sharding, NamedSharding) else {},
-        stored=list(flatten(state)),
+        stored=list(flatten(parts_of(state))),
         notes=dict(notes),
         random=random_settings(),
         groups={label: plain_groups(optimizer) for label, optimizer in state.optimizers.items()},
@@ -382,7 +366,14 @@ def read_head(directory: Path) -> Head:
     """Read what a checkpoint says of itself."""
     try:
         with reading(HEAD):
-            return Head.from_json(read_json(directory / HEAD))
+            found = dict[str, Any](read_json(directory / HEAD))
+            if (number := found.pop("format")) != FORMAT:
+                raise ValueError(f"format {number!r}, must be {FORMAT}")
+            head: Head = _as(Head, found)
+            entries = [entry for stored in head.stored for entry in stored.entries if stored.num_bytes >= 0]
+            if len(set(entries)) < len(entries):
+                raise ValueError("an entry is stored twice")
+            return head
     except (FileNotFoundError, Unreadable) as error:
         reason = error if isinstance(error, Unreadable) else f"it has no {HEAD}"
         raise Unreadable(f"{directory} is not a checkpoint of this version of torch_shard: {reason}.") from error

@@ -4,13 +4,11 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 
-import jax
-import numpy as np
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
 from torch_shard._common.caller import caller
-from torch_shard._common.dtypes import jax_dtype
+from torch_shard._common.dtypes import jax_dtype, torch_dtype
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._io.formats import Stored, TensorFile
@@ -31,14 +29,14 @@ class TargetEntry:
         key: The first name of its tensor, by which `holdings` has it.
         names: A tie has several.
         shape: Global shape.
-        dtype: As found, torch's or numpy's; None where only a shape was given.
+        dtype: None where only a shape was given.
         sources: Its names in the file that fill it.
     """
 
     key: str
     names: list[str]
     shape: tuple[int, ...]
-    dtype: torch.dtype | np.dtype | None
+    dtype: torch.dtype | None
     sources: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -60,7 +58,8 @@ class Match:
         for name, found in ShardingPlan({}, default=PartitionSpec()).resolve(target, mesh).entries.items():
             key = found.tied_to or name
             if key not in unsaved:
-                entry = ties.setdefault(key, TargetEntry(key, [], found.shape, found.dtype))
+                dtype = found.dtype if isinstance(found.dtype, torch.dtype | None) else torch_dtype(found.dtype)
+                entry = ties.setdefault(key, TargetEntry(key, [], found.shape, dtype))
                 entry.names.append(name)
                 self.entries[name] = entry
 
@@ -141,31 +140,22 @@ class Match:
         return found
 
     def _misfits(self, name: str, entry: TargetEntry) -> list[str]:
-        stored, read = self._file.stored[name], self.read_dtype(name)
+        stored, wanted, read = self._file.stored[name], entry.dtype, self.read_dtype(name)
         faults = [] if stored.shape == entry.shape else [f"the model has {entry.key} in shape {entry.shape}."]
         try:
             held = jax_dtype(read)
         except TypeError as error:
             return [*faults, f"{error} Floating-point entries take another with dtype=torch.bfloat16."]
+        are_floats = wanted is not None and wanted.is_floating_point and stored.dtype.is_floating_point
         if held.kind in "fc" and held.itemsize != read.itemsize:
             faults.append(
                 f"{read} needs 64 bits, and JAX has them switched off. Read it as dtype=torch.float32, or "
                 "jax.config.update('jax_enable_x64', True) at the start."
             )
-        elif entry.dtype is not None and self._wanted(entry.dtype, stored.dtype) != held:
-            remedy = (
-                f"Read it as dtype={_spell(entry.dtype)}"
-                if _both_float(entry.dtype, stored.dtype)
-                else "Convert the file"
-            )
-            faults.append(f"the model has {entry.key} as {_show(entry.dtype)}. {remedy}, or change the model's dtype.")
+        elif wanted is not None and jax_dtype(self._dtype if are_floats and self._dtype else wanted) != held:
+            remedy = f"Read it as dtype={wanted}" if are_floats else "Convert the file"
+            faults.append(f"the model has {entry.key} as {wanted}. {remedy}, or change the model's dtype.")
         return faults
-
-    def _wanted(self, dtype: torch.dtype | np.dtype, stored: torch.dtype) -> np.dtype:
-        """The dtype that the model's entry will have."""
-        if self._dtype is not None and _both_float(dtype, stored):
-            return jax_dtype(self._dtype)
-        return _held(dtype)
 
 
 class _Closest:
@@ -180,26 +170,5 @@ class _Closest:
         return f". The closest name without a partner is {close[0]}" if close else ""
 
 
-def _held(dtype: torch.dtype | np.dtype) -> np.dtype:
-    found = jax_dtype(dtype) if isinstance(dtype, torch.dtype) else jax.dtypes.canonicalize_dtype(dtype)
-    return np.dtype(found)
-
-
-def _is_float(dtype: torch.dtype | np.dtype) -> bool:
-    return dtype.is_floating_point if isinstance(dtype, torch.dtype) else jax.numpy.issubdtype(dtype, np.floating)
-
-
-def _both_float(*dtypes: torch.dtype | np.dtype) -> bool:
-    return all(map(_is_float, dtypes))
-
-
-def _show(dtype: torch.dtype | np.dtype) -> str:
-    return str(dtype) if isinstance(dtype, torch.dtype) else np.dtype(dtype).name
-
-
-def _spell(dtype: torch.dtype | np.dtype) -> str:
-    return f"torch.{_show(dtype).removeprefix('torch.')}"
-
-
 def _type(value: Stored | TargetEntry) -> str:
-    return f"{value.shape} {'' if value.dtype is None else _show(value.dtype)}".rstrip()
+    return f"{value.shape} {value.dtype or ''}".rstrip()

@@ -1,7 +1,8 @@
 """What training scripts of torch keep beside the weights: the states of the optimizer and of its scheduler."""
 
+import collections
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from torch_shard._common.caller import caller
-from torch_shard._io.formats import HeldTensors, TensorFile, open_safetensors, open_torch, read_torch, refuse_foreign
+from torch_shard._io.formats import TensorFile, held_tensors, open_safetensors, open_torch, read_torch, refuse_foreign
 
 WEIGHTS = ("model", "state_dict", "model_state_dict", "module")
 OPTIMIZER = ("optimizer", "optimizer_state_dict", "optimizer_states", "optim")
@@ -54,7 +55,7 @@ def open_training(path: Path) -> TrainingFile:
             "call optimizer.load_state_dict(...) with the rest."
         )
     parts = {"optimizer": _part(held, OPTIMIZER, path), "scheduler": _part(held, SCHEDULER, path)}
-    weights = HeldTensors(held[key], shown=f"{path}[{key!r}]")
+    weights = held_tensors(held[key], f"{path}[{key!r}]")
     return TrainingFile(str(path), weights, {name: part for name, part in parts.items() if part is not None})
 
 
@@ -78,92 +79,75 @@ class Restoring:
     def __init__(
         self, optimizer: torch.optim.Optimizer, scheduler: Any, file: TrainingFile, names: Mapping[torch.Tensor, str]
     ) -> None:
-        self._optimizer, self._scheduler = optimizer, scheduler
-        self._names = [[names.get(p, "") for p in group["params"]] for group in optimizer.param_groups]
-        wanted = {"optimizer": optimizer, "scheduler": scheduler}
-        for part in (part for part, owner in wanted.items() if owner is not None and part not in file.parts):
+        self._owners = {"optimizer": optimizer} | ({} if scheduler is None else {"scheduler": scheduler})
+        self._names = [names.get(p, "") for group in optimizer.param_groups for p in group["params"]]
+        for part in (part for part in self._owners if part not in file.parts):
             keys = OPTIMIZER if part == "optimizer" else SCHEDULER
             raise ValueError(
                 f"{caller()}: {file.shown} has no state of the {part}: no {FILES[part]} in a directory, none of "
                 f"{', '.join(map(repr, keys))} in a file. Leave out {part}= for the weights alone."
             )
         self._found = file.parts
-        self._stand_ins: dict[nn.Parameter, nn.Parameter] = {}
-
-    def load(self) -> Callable[[], None]:
-        """Let both load their states, on the CPU, whatever device the parameters are on."""
-        optimizer, scheduler = self._optimizer, self._scheduler
-        before = dict(vars(optimizer)), None if scheduler is None else dict(vars(scheduler))
-        groups = [dict(group) for group in optimizer.param_groups]
-
-        def undo() -> None:
-            vars(optimizer).update(before[0])
-            for group, own in zip(optimizer.param_groups, groups, strict=True):
-                group.clear()
-                group.update(own)
-            if before[1] is not None:
-                vars(scheduler).update(before[1])
-
+        # They take the place of the owners when all has been found to fit.
+        self._loaded: dict[str, Any] = {part: _twin(owner) for part, owner in self._owners.items()}
         # States are cast to what parameters are: to tensors of the host, of which nothing is ever written.
-        for group in optimizer.param_groups:
-            group["params"] = [self._stand_ins.setdefault(p, _stand_in(p)) for p in group["params"]]
+        self._stand_ins = {p: _stand_in(p) for group in optimizer.param_groups for p in group["params"]}
+
+    def load(self) -> None:
+        """Load the states, on the CPU, whatever device the parameters are on; both owners stay as they are."""
+        loaded, groups = self._loaded["optimizer"], self._owners["optimizer"].param_groups
+        loaded.param_groups = [{**group, "params": [self._stand_ins[p] for p in group["params"]]} for group in groups]
         try:
-            optimizer.load_state_dict(self._by_number(dict(self._found["optimizer"])))
-            self._check_shapes()
-            if scheduler is not None:
-                scheduler.load_state_dict(dict(self._found["scheduler"]))
+            _check_order(self._found["optimizer"].get("param_groups", []), self._names)
+            for part, twin in self._loaded.items():
+                twin.load_state_dict(dict(self._found[part]))
+            _check_shapes(loaded.state)
         except Exception as error:
-            undo()
             raise ValueError(
                 f"{caller()}: the state of the optimizer or of its scheduler does not fit: {error} Make both as the "
                 "script did that wrote the file: the same class, the same groups in the same order."
             ) from error
-        return undo
-
-    def _by_number(self, found: dict[str, Any]) -> dict[str, Any]:
-        """A state that speaks of parameters by name, as `get_state_dict` of torch's checkpoints does, by number."""
-        groups = found.get("param_groups", [])
-        order = [name for own in self._names for name in own]
-        theirs = [group["params"] for group in groups]
-        if not any(isinstance(key, str) for own in theirs for key in own):
-            theirs = [group.get("param_names", ()) for group in groups]
-            if sorted(name for own in theirs for name in own) != sorted(order):
-                return found  # by position, as torch does
-        keys = {n: k for own, g in zip(theirs, groups, strict=True) for n, k in zip(own, g["params"], strict=True)}
-        if list(map(sorted, theirs)) != list(map(sorted, self._names)):
-            apart = sorted({*keys} ^ {*order})
-            listed = f"{', '.join(apart[:8])} on one side alone" if apart else "the same names in other groups"
-            raise ValueError(f"its state goes by the names of parameters, and has {listed}.")
-        state = {n: found["state"][keys[name]] for n, name in enumerate(order) if keys[name] in found["state"]}
-        numbers = iter(range(len(order)))
-        pairs = zip(groups, self._names, strict=True)
-        return {"state": state, "param_groups": [{**g, "params": [next(numbers) for _ in own]} for g, own in pairs]}
-
-    def _check_shapes(self) -> None:
-        for stand_in, state in self._optimizer.state.items():
-            for key, value in state.items():
-                if (
-                    isinstance(value, torch.Tensor)
-                    and value.ndim
-                    and key in SAME_SHAPE
-                    and value.shape != stand_in.shape
-                ):
-                    raise ValueError(
-                        f"{key} has shape {tuple(value.shape)} for a parameter of shape {tuple(stand_in.shape)}."
-                    )
 
     def adopt(self, now: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Let the optimizer have the parameters that the model has now."""
+        """Let both have what was loaded, and the optimizer the parameters that the model has now."""
         final = {stand_in: now.get(param, param) for param, stand_in in self._stand_ins.items()}
-        groups, state = self._optimizer.param_groups, self._optimizer.state
-        for group in groups:
+        loaded = self._loaded["optimizer"]
+        for group in loaded.param_groups:
             group["params"] = [final[p] for p in group["params"]]
-        for stand_in, param in final.items():
-            if stand_in in state:
-                state[param] = state.pop(stand_in)
+        loaded.state = collections.defaultdict(dict, {final.get(p, p): held for p, held in loaded.state.items()})
+        for part, owner in self._owners.items():
+            vars(owner).update(vars(self._loaded[part]))
 
 
-SAME_SHAPE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "acc_delta", "exp_inf")
+def _twin(owner: Any) -> Any:
+    """An object with the same attributes."""
+    found = object.__new__(type(owner))
+    vars(found).update(vars(owner))
+    return found
+
+
+def _check_order(groups: Sequence[Mapping[str, Any]], own: list[str]) -> None:
+    """Refuse a state that goes by names in another order: torch takes it by position."""
+    names = [group["params"] if _has_names(group) else group.get("param_names", ()) for group in groups]
+    theirs = [name for group in names for name in group]
+    if theirs != own and (any(map(_has_names, groups)) or sorted(theirs) == sorted(own)):
+        listed = ", ".join(f"{one} and {other}" for one, other in zip(theirs, own, strict=False) if one != other)
+        raise ValueError(f"its state goes by the names of parameters, in another order (as {listed[:200]}).")
+
+
+def _has_names(group: Mapping[str, Any]) -> bool:
+    return any(isinstance(each, str) for each in group["params"])
+
+
+def _check_shapes(states: Mapping[Any, Mapping[str, Any]]) -> None:
+    for param, state in states.items():
+        for key in SAME_SHAPE & state.keys():
+            found = state[key]
+            if isinstance(found, torch.Tensor) and found.ndim and found.shape != param.shape:
+                raise ValueError(f"{key} has shape {tuple(found.shape)} for a parameter of shape {tuple(param.shape)}.")
+
+
+SAME_SHAPE = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "acc_delta", "exp_inf"}
 """Slots that have the shape of their parameter."""
 
 

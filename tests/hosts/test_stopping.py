@@ -7,12 +7,12 @@ import signal
 import pytest
 
 import torch_shard as ts
-from tests.tables.runs import DATA, LOADERS, STEPS, run
+from tests.tables.runs import DATA, LOADERS, STEPS, make_step, run
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_signal_saves_and_leaves(number, error, step, tmp_path):
-    before = signal.getsignal(number)
+def test_signal_saves_and_leaves(number, error, tmp_path):
+    before, step = signal.getsignal(number), make_step(4, 2)
 
     def batches(position):
         for n in itertools.count(position):

@@ -1,0 +1,92 @@
+"""What one capture of a loss has seen of the world around it, and the captures of it that serve other answers."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import cast
+
+import numpy as np
+import torch
+
+from torch_shard._capture import Guard, HostInputs, ModuleFlags, flags_hold, made_buffers, module_roots
+from torch_shard._loss.carried import Answers, outline_of_loss
+from torch_shard._loss.host_values import HostValues
+from torch_shard._loss.joint import LossShape
+from torch_shard._lowering import GraphOutline
+from torch_shard._scan import CapturedLayers
+
+
+class CapturedLoss:
+    """One capture of a loss, of which there may be several programs.
+
+    Args:
+        captured: The graph, its loops, and the groups of layers.
+        model: The model.
+        reads: What was read besides it.
+        look_again: Captures it once more, and refuses it if it is another one.
+
+    Attributes:
+        answers: What came out of Python's questions.
+        made_buffers: Buffers that forward registers, of constants: name, value, and whether a `state_dict` has it.
+        others: Modules that ran without being part of the model (a teacher), with their training flags.
+    """
+
+    def __init__(
+        self,
+        captured: CapturedLayers[LossShape],
+        model: torch.nn.Module,
+        reads: Guard,
+        look_again: "Callable[[CapturedLoss, HostInputs], None]",
+    ) -> None:
+        self.program, self.rolled, self.groups = captured
+        self.answers = Answers(self.program.graph)
+        self.made_buffers = made_buffers(self.program.graph.changed)
+        own = {None, *model.modules()}  # None: the scaffold of the capture, gone by now
+        self.others: ModuleFlags = tuple((ref, flag) for ref, flag in self.program.graph.modules if ref() not in own)
+        modules = dict(cast(Iterable[tuple[str, torch.nn.Module]], model.named_modules()))
+        modules |= {f"{type(m).__name__} ({id(m)})": m for ref, _ in self.others if (m := ref()) is not None}
+        self._attributes = Guard(module_roots(modules.items(), model))
+        self._reads, self._look_again = reads, look_again
+
+    @functools.cached_property
+    def outline(self) -> GraphOutline:
+        """The graph without its numbers."""
+        return outline_of_loss(self.program.graph, self.rolled.calls if self.rolled else {}, self.others)
+
+    def is_same(self, other: "CapturedLoss") -> bool:
+        """Tell whether another capture computes the same."""
+        return self.outline.is_same(other.outline)
+
+    def difference(self, other: "CapturedLoss") -> str | None:
+        """The name of a value that was another one when another capture read it."""
+        return self._reads.difference(other._reads) or self._attributes.difference(other._attributes)
+
+    def reads_beside(self, other: "CapturedLoss") -> Guard | None:
+        """What another capture has read, where that is not the same."""
+        return None if self._reads.same(other._reads) else other._reads
+
+    def look_again(self, values: HostValues) -> None:
+        """Capture it once more, and refuse it if it is another one now."""
+        self._look_again(self, values.of(0))
+        self._reads.renew()  # a count of calls has gone on, and was seen to be harmless
+        self._attributes.renew()
+
+    def outdated(self) -> str | None:
+        """Say what has changed since the capture, of all that the signature does not tell; None if nothing has."""
+        if not flags_hold(self.others):
+            return "a module beside the model was switched between train() and eval()"
+        if (name := self._attributes.changed()) is not None:
+            return f"the attribute {name} has another value"
+        name = self._reads.changed()
+        return None if name is None else f"{name}, which the loss reads, has another value"
+
+    @property
+    def outside(self) -> Iterator[tuple[str, torch.Tensor | np.ndarray]]:
+        """Tensors that it closes over or has asked values of, and NumPy arrays that were read, with their names."""
+        leaves, graph = itertools.chain(self._attributes.leaves, self._reads.leaves), self.program.graph
+        names = {id(value): name for name, value in leaves if isinstance(value, torch.Tensor)}
+        sources = graph.host.sources.values() if graph.host else ()
+        closure = (t for t, given in zip(graph.closure, self.answers.are_given, strict=False) if not given)
+        for tensor in (*closure, *(source for source in sources if isinstance(source, torch.Tensor))):
+            yield names.get(id(tensor), "a tensor"), tensor
+        yield from self._reads.arrays
