@@ -49,7 +49,6 @@ from torch_shard._capture.function_mode import (
 from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold, module_roots, reached_by, read_by
 from torch_shard._capture.host_values import HostInputs, HostPart, Mismatch
 from torch_shard._capture.inputs import is_literal
-from torch_shard._capture.libraries import instead_of_source
 from torch_shard._capture.meaning import meaning, same_closure
 from torch_shard._capture.metric_objects import MetricCall, MetricCalls
 from torch_shard._capture.module_paths import annotated
@@ -105,7 +104,6 @@ __all__ = [
     "has_derivative",
     "hold",
     "in_transform",
-    "instead_of_source",
     "is_capturing",
     "is_composite",
     "is_fake",

@@ -20,7 +20,7 @@ from torch.utils import _pytree as torch_pytree
 from torch_shard._capture import current_mode, in_transform, outline, widened, within_operator
 from torch_shard._common.autocast_policy import LOWER, PRODUCTS
 from torch_shard._common.caller import caller, error_prefix, public
-from torch_shard._common.overrides import ATTRIBUTES, FUNCTIONS, HELD, replace_in
+from torch_shard._common.overrides import ATTRIBUTES, FUNCTIONS, HELD, Attribute, replace_in
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._interop.jax_function import like, run_known
@@ -164,7 +164,7 @@ class _Place:
             return instead(*args, **kwargs)
 
         if self.owner is not None:
-            entry = self.owner, self.attribute, call
+            entry = Attribute(self.owner, self.attribute, call)
             ATTRIBUTES.append(entry)
             return lambda: ATTRIBUTES.remove(entry)
         instead.otherwise = FUNCTIONS.get(self.function, self.function)
