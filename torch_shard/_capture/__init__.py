@@ -9,7 +9,7 @@ from torch_shard._capture.autocast import (
     float16_refused,
     widened,
 )
-from torch_shard._capture.backward import leaves_behind, runs_user_backward
+from torch_shard._capture.autograd_functions import leaves_behind, runs_user_backward
 from torch_shard._capture.constants import bits_of
 from torch_shard._capture.data_dependence import (
     DEVICE_OF,
@@ -28,6 +28,7 @@ from torch_shard._capture.fakes import (
     is_fake,
     leave,
     made_buffers,
+    outline,
     rehearse,
     replaces_tensors,
     unknown_like,
@@ -35,6 +36,7 @@ from torch_shard._capture.fakes import (
 )
 from torch_shard._capture.function_mode import (
     add_modules,
+    annotated,
     as_captured,
     binding,
     bound_tensors,
@@ -51,15 +53,11 @@ from torch_shard._capture.host_values import HostInputs, HostPart, Mismatch
 from torch_shard._capture.inputs import is_literal
 from torch_shard._capture.meaning import meaning, same_closure
 from torch_shard._capture.metric_objects import MetricCall, MetricCalls
-from torch_shard._capture.module_paths import annotated
-from torch_shard._capture.operators import has_derivative, is_composite, writes_or_aliases
-from torch_shard._capture.outline import outline
 from torch_shard._capture.precision import MixedPrecision, Precision
-from torch_shard._capture.provenance import current_user_line, is_user_file
+from torch_shard._capture.provenance import current_user_line, is_user_file, leave_users_frames
 from torch_shard._capture.reads import Reads
 from torch_shard._capture.side_effects import NUMBERS, Change, Same, new_values
 from torch_shard._capture.trace import Aux, Captured, Spec, TensorFn, capture
-from torch_shard._capture.user_errors import leave_users_frames
 
 __all__ = [
     "DEVICE_OF",
@@ -101,11 +99,9 @@ __all__ = [
     "flags_hold",
     "float16_refused",
     "follow",
-    "has_derivative",
     "hold",
     "in_transform",
     "is_capturing",
-    "is_composite",
     "is_fake",
     "is_literal",
     "is_repeating",
@@ -135,5 +131,4 @@ __all__ = [
     "untraced",
     "widened",
     "within_operator",
-    "writes_or_aliases",
 ]

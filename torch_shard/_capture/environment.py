@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from torch_shard._capture import libraries, printing, random_state, replacements  # noqa: F401  (they fill the table)
+from torch_shard._capture import libraries, replacements  # noqa: F401  (they fill the table)
 from torch_shard._capture.autocast import autocast_on_fakes
 from torch_shard._capture.calls import current_watcher
-from torch_shard._capture.replacements import cumulative_batch_norms
 from torch_shard._common.overrides import KERNELS, attribute_overrides, digest_of
 from torch_shard._common.patching import Owner, patched
 
@@ -28,7 +29,7 @@ def capture_environment() -> Iterator[None]:
     """For the time that the callable itself runs."""
     unchecked = patched(torch.distributions.Distribution, "_validate_args", lambda _: False)  # checks of values
     with (
-        cumulative_batch_norms(),
+        _cumulative_batch_norms(),
         autocast_on_fakes(),
         _substituted(),
         _compiled_functions_run_plainly(),
@@ -125,3 +126,47 @@ def _compiled_functions_run_plainly() -> Iterator[None]:
     with dynamo.config.patch(error_on_nested_fx_trace=False), warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"(?s)Using `torch.compile\(module\)` when there are global hooks")  # ours
         yield
+
+
+@contextlib.contextmanager
+def _cumulative_batch_norms() -> Iterator[None]:
+    """Run them within on tensors alone.
+
+    Such a norm keeps the plain mean of all its batches: after batch n, `(1 - 1/n) * old + 1/n * new`. With momentum 1
+    its forward leaves `new` in the buffers, and the mean is taken after it.
+    """
+    before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def enter(module: nn.Module, args: object) -> None:
+        if isinstance(module, _BatchNorm) and module.momentum is None and module.training and _tracks(module):
+            before[id(module)] = _running(module)[0].clone(), _running(module)[1].clone()
+            module.momentum = 1.0
+
+    def leave(module: nn.Module, args: object, output: object) -> None:
+        old = before.pop(id(module), None)
+        if old is None:
+            return
+        module.momentum = None  # pyright: ignore[reportArgumentType]
+        count: Any = module.num_batches_tracked
+        with torch.no_grad():
+            for running, mean in zip(_running(module), old, strict=True):
+                # .data: the norm's backward, which has no use for them, has noted their version
+                running.data.copy_(mean + (running - mean) / count)
+
+    hooks = (
+        nn.modules.module.register_module_forward_pre_hook(enter),
+        nn.modules.module.register_module_forward_hook(leave, always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _tracks(module: _BatchNorm) -> bool:
+    return module.running_mean is not None and module.num_batches_tracked is not None
+
+
+def _running(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return module.running_mean, module.running_var

@@ -5,6 +5,7 @@ With `trace`, the only module that imports PyTorch's semi-public tracing API.
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -20,18 +21,18 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_slot,
     set_proxy_slot,
 )
+from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_shard._capture.constants import Constants
 from torch_shard._capture.data_dependence import DEVICE_OF, DataDependence
-from torch_shard._capture.function_mode import CaptureMode
+from torch_shard._capture.function_mode import CaptureMode, add_modules, current_mode
 from torch_shard._capture.guards import ModuleFlags
 from torch_shard._capture.inputs import note_literal
-from torch_shard._capture.one_dtype import check_one_dtype
 from torch_shard._capture.provenance import current_user_line
 from torch_shard._capture.side_effects import Change
+from torch_shard._common.types import Operator, PyTree
 
 aten = torch.ops.aten
 
@@ -64,7 +65,7 @@ class _Fakes(FakeTensorMode):
         if self in _MODES or func is DEVICE_OF:
             check_one_dtype(func, args)
             return super().__torch_dispatch__(func, types, args, kwargs or {})
-        args, kwargs = tree_map_only(torch.Tensor, _revive_once, (args, kwargs or {}))
+        args, kwargs = torch_pytree.tree_map_only(torch.Tensor, _revive_once, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -320,3 +321,64 @@ def _make_standin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 def _original_of(fake: torch.Tensor) -> torch.Tensor | None:
     """The closed-over tensor that a fake stood for."""
     return _ORIGINALS.get(fake)
+
+
+_PRODUCTS = frozenset(
+    {aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.linear.default}
+    | {aten.addmm.default, aten.baddbmm.default, aten.addmv.default, aten.convolution.default}
+)
+
+
+def check_one_dtype(func: Operator, args: PyTree) -> None:
+    """Refuse a product that eager torch refuses.
+
+    Raises:
+        RuntimeError: As torch raises one, with the user's line.
+    """
+    if func not in _PRODUCTS:
+        return
+    dtypes = list(dict.fromkeys(str(arg.dtype) for arg in args if isinstance(arg, torch.Tensor)))
+    if len(dtypes) > 1:
+        raise RuntimeError(
+            f"{current_user_line()}\n{func} must be given tensors of one dtype, as in eager torch; found "
+            f"{' and '.join(dtypes)}. Cast one of them, as in x.to(weight.dtype), or let compute_dtype= or "
+            "torch.autocast do it."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Outline:
+    """The outline of a call.
+
+    Attributes:
+        result: What it returned, with fakes for tensors.
+        fault: Why only PyTorch itself can run it: what it does besides returning new tensors; empty if nothing.
+    """
+
+    result: Any
+    fault: str
+
+
+def outline(fn: Callable[[], Any]) -> Outline:
+    """Run a function within a capture on fakes of its own; the capture depends on the modules that ran."""
+    needs_grad = torch.is_grad_enabled()
+
+    def run() -> Outline:
+        with torch.set_grad_enabled(needs_grad):
+            result = fn()
+        capture_mode = current_mode()
+        assert capture_mode is not None
+        given = [fake for fake, _ in capture_mode.standins()]
+        results = [leaf for leaf in torch_pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if any(fake._version for fake in given):
+            return Outline(result, "writes in place to a tensor that it is given or reaches")
+        memory = {fake.untyped_storage()._cdata for fake in given}
+        if not all(map(capture_mode.is_of_capture, results)) or any(
+            r.untyped_storage()._cdata in memory for r in results
+        ):
+            return Outline(result, "returns a tensor that it is given, or a view of one")
+        return Outline(result, "")
+
+    found, flags = rehearse(run)
+    add_modules(flags)
+    return found

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture.autocast import SharedCast, cast_once, widened
 from torch_shard._capture.calls import current_watcher
 from torch_shard._capture.guards import ModuleFlags
-from torch_shard._capture.module_paths import annotated
 from torch_shard._capture.provenance import current_user_line
 from torch_shard._capture.side_effects import SideEffects
 from torch_shard._common.overrides import FUNCTIONS
@@ -358,3 +358,13 @@ def repeating() -> Iterator[None]:
 def is_repeating() -> bool:
     """Tell whether another program runs what is being captured."""
     return _INNERMOST.repeats
+
+
+def notes_kept() -> contextlib.AbstractContextManager[None]:
+    """Let nodes keep what is noted about them."""
+    return fx_traceback.preserve_node_meta()
+
+
+def annotated(**notes: str) -> contextlib.AbstractContextManager[None]:
+    """Make notes on the nodes made within."""
+    return fx_traceback.annotate(dict(notes))

@@ -29,19 +29,17 @@ from torch_shard._capture.calls import calls_seen
 from torch_shard._capture.data_dependence import DataDependence
 from torch_shard._capture.environment import capture_environment, reference_kernels
 from torch_shard._capture.fakes import changes_nothing, empty_like, fakes, node_in, remember, tracer
-from torch_shard._capture.function_mode import CaptureMode, current_mode, is_capturing
+from torch_shard._capture.function_mode import CaptureMode, annotated, current_mode, is_capturing, notes_kept
 from torch_shard._capture.generators import Generators
 from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold
 from torch_shard._capture.host_values import HostPart
 from torch_shard._capture.inputs import carry_random_places, constants_to_inputs, decomposes_draws, return_writes
 from torch_shard._capture.masks import rules_for_selections
-from torch_shard._capture.module_paths import annotated, notes_kept
-from torch_shard._capture.provenance import user_frame
+from torch_shard._capture.provenance import end_at_the_users_line, torchs_log_silent, user_frame
 from torch_shard._capture.ragged import UnknownSizeError, is_ragged
 from torch_shard._capture.ragged_rules import with_masks
 from torch_shard._capture.side_effects import Change, refuse_new_parameters
 from torch_shard._capture.simplify import simplify, stride_in_order
-from torch_shard._capture.user_errors import end_at_the_users_line, torchs_log_silent
 from torch_shard._common.caller import caller
 from torch_shard._common.fx import check_outputs, outputs_of
 from torch_shard._common.operator_families import STRICT_VIEWS
