@@ -48,7 +48,7 @@ from torch_shard._capture.function_mode import (
     outside_capture,
     repeating,
 )
-from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold, module_roots, reached_by, read_by
+from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold, module_roots, read_by
 from torch_shard._capture.host_values import HostInputs, HostPart, Mismatch
 from torch_shard._capture.inputs import is_literal
 from torch_shard._capture.meaning import meaning, same_closure
@@ -117,7 +117,6 @@ __all__ = [
     "num_draws",
     "outline",
     "outside_capture",
-    "reached_by",
     "read_by",
     "rehearse",
     "repeating",

@@ -18,7 +18,6 @@ from torch_shard._capture import (
     float16_refused,
     follow,
     note,
-    reached_by,
     runs_user_backward,
     specialise,
 )
@@ -92,7 +91,7 @@ class JointLoss:
             batch = inputs[len(named) :]
             if self._host:
                 specialise(self._host, {name: given[name] for name in self._held.buffers if name in given}, batch)
-            note([("", self._model), *reached_by(self._model, self._loss_fn)])
+            note([("", self._model), ("loss_fn", self._loss_fn)])
             with contextlib.ExitStack() as stack:
                 if self.context:
                     stack.enter_context(self.context.active())
