@@ -11,15 +11,7 @@ from torch_shard._capture.autocast import (
 )
 from torch_shard._capture.autograd_functions import leaves_behind, runs_user_backward
 from torch_shard._capture.constants import bits_of
-from torch_shard._capture.data_dependence import (
-    DEVICE_OF,
-    drawing_along,
-    follow,
-    num_draws,
-    skip_draws,
-    specialise,
-    within_operator,
-)
+from torch_shard._capture.data_dependence import DEVICE_OF, current_values, within_operator
 from torch_shard._capture.fakes import (
     StaleTensor,
     depends_on_inputs,
@@ -93,12 +85,11 @@ __all__ = [
     "casting",
     "current_mode",
     "current_user_line",
+    "current_values",
     "depends_on_inputs",
-    "drawing_along",
     "equate",
     "flags_hold",
     "float16_refused",
-    "follow",
     "hold",
     "in_transform",
     "is_capturing",
@@ -114,7 +105,6 @@ __all__ = [
     "module_roots",
     "new_values",
     "note",
-    "num_draws",
     "outline",
     "outside_capture",
     "read_by",
@@ -124,8 +114,6 @@ __all__ = [
     "runs_user_backward",
     "same_closure",
     "seen_through",
-    "skip_draws",
-    "specialise",
     "unknown_like",
     "untraced",
     "widened",

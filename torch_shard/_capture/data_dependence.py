@@ -116,21 +116,27 @@ class DataDependence(TorchDispatchMode):
             node.meta["random_place"], node.meta["random_axes"] = self.position, self.axes
         self.position += 1
 
-    def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The value of a tensor that depends on no input, or None."""
-        node = self._node_of(tensor)
-        if node is None:
-            return None
-        return self._constant(node)
+    def skip_draws(self, count: int) -> int:
+        """Go over random operators that run elsewhere; returns the position of the first."""
+        self.position += count
+        return self.position - count
+
+    @contextlib.contextmanager
+    def drawing_along(self, axes: tuple[str, ...]) -> Iterator[None]:
+        """Let random operators draw other numbers for each index along these named axes."""
+        before, self.axes = self.axes, tuple(dict.fromkeys((*self.axes, *axes)))
+        try:
+            yield
+        finally:
+            self.axes = before
 
     def constant(self, tensor: torch.Tensor, around: Sequence["DataDependence"]) -> torch.Tensor | None:
         """The value of a tensor that depends on no input of this capture, nor of those around it.
 
         Within another capture, only what a rehearsal knows too, which writes no graph: views of constants around.
         """
-        if around or self._node_of(tensor) is None:
-            return self._constant_around(tensor, around)
-        return self.known(tensor)
+        node = self._node_of(tensor)
+        return self._constant_around(tensor, around) if around or node is None else self._constant(node)
 
     def traced(self, tensor: torch.Tensor, around: Sequence["DataDependence"]) -> Traced | None:
         """The node of a tensor in the outermost capture, and what tells the value of a node there if it is constant."""
@@ -322,16 +328,6 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in tensors]
 
 
-def specialise(inputs: HostInputs, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> None:
-    """Let Python ask for values in the capture under way; see `DataDependence.specialise`."""
-    _CURRENT.stack[-1].specialise(inputs, buffers, batch)
-
-
-def follow(buffers: Mapping[str, torch.Tensor]) -> None:
-    """Compute on the host what becomes of buffers in the capture under way; see `DataDependence.follow`."""
-    _CURRENT.stack[-1].follow(buffers)
-
-
 class _Current(threading.local):
     def __init__(self) -> None:
         self.stack: list[DataDependence] = []
@@ -340,9 +336,9 @@ class _Current(threading.local):
 _CURRENT = _Current()
 
 
-def known_value(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The value of a tensor of the capture under way that depends on no input of it, or None."""
-    return _CURRENT.stack[-1].known(tensor) if _CURRENT.stack else None
+def current_values() -> DataDependence:
+    """Those of the capture under way."""
+    return _CURRENT.stack[-1]
 
 
 def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -369,40 +365,17 @@ def _is_all_of(tensor: torch.Tensor, base: torch.Tensor) -> bool:
 @instead_of(torch.Tensor.tolist)
 def tolist(tensor: torch.Tensor) -> Any:
     """The numbers of a tensor whose value is known."""
-    values = _CURRENT.stack[-1].values([tensor])
+    values = current_values().values([tensor])
     return torch.Tensor.tolist(tensor) if values is None else values[0].tolist()
 
 
 @instead_of(torch.Tensor.numpy)
 def numpy(tensor: torch.Tensor, *, force: bool = False) -> Any:
     """A copy of a tensor whose value is known."""
-    values = _CURRENT.stack[-1].values([tensor])
+    values = current_values().values([tensor])
     return torch.Tensor.numpy(tensor, force=force) if values is None else values[0].clone().numpy(force=force)
-
-
-def skip_draws(count: int) -> int:
-    """Let the capture under way go over random operators that run elsewhere; returns the position of the first."""
-    values = _CURRENT.stack[-1]
-    values.position += count
-    return values.position - count
-
-
-def num_draws() -> int:
-    """Number of random operators that the capture under way has run."""
-    return _CURRENT.stack[-1].position
 
 
 def within_operator() -> bool:
     """Tell whether it is PyTorch that calls, to run an operator of the capture under way, and not the user's code."""
     return bool(_CURRENT.stack) and _CURRENT.stack[-1] not in _get_current_dispatch_mode_stack()
-
-
-@contextlib.contextmanager
-def drawing_along(axes: tuple[str, ...]) -> Iterator[None]:
-    """Let random operators of the capture under way draw other numbers for each index along these named axes."""
-    values = _CURRENT.stack[-1]
-    before, values.axes = values.axes, tuple(dict.fromkeys((*values.axes, *axes)))
-    try:
-        yield
-    finally:
-        values.axes = before

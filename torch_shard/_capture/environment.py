@@ -103,7 +103,7 @@ def _imported(path: str) -> list[Owner]:
 
 def _instead(own: Callable[..., Any], source: str, original: Any) -> Any:
     """What stands for an attribute: ours, if nothing is said of its source, or if that is what was read."""
-    code = getattr(original, "__code__", None)  # that of a wrapper is its own
+    code: Any = getattr(original, "__code__", None)  # that of a wrapper is its own
     if not source or digest_of(code) != source:
         return original if source else own
 

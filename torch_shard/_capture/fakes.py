@@ -5,7 +5,6 @@ With `trace`, the only module that imports PyTorch's semi-public tracing API.
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -346,24 +345,15 @@ def check_one_dtype(func: Operator, args: PyTree) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Outline:
-    """The outline of a call.
+def outline(fn: Callable[[], Any]) -> tuple[Any, str]:
+    """What a torch function would give in the capture under way, on fakes of its own; no graph is written.
 
-    Attributes:
-        result: What it returned, with fakes for tensors.
-        fault: Why only PyTorch itself can run it: what it does besides returning new tensors; empty if nothing.
+    Returns:
+        What it returned, and why only PyTorch itself can run it: what it does besides that; empty if nothing.
     """
-
-    result: Any
-    fault: str
-
-
-def outline(fn: Callable[[], Any]) -> Outline:
-    """Run a function within a capture on fakes of its own; the capture depends on the modules that ran."""
     needs_grad = torch.is_grad_enabled()
 
-    def run() -> Outline:
+    def run() -> tuple[Any, str]:
         with torch.set_grad_enabled(needs_grad):
             result = fn()
         capture_mode = current_mode()
@@ -371,14 +361,14 @@ def outline(fn: Callable[[], Any]) -> Outline:
         given = [fake for fake, _ in capture_mode.standins()]
         results = [leaf for leaf in torch_pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if any(fake._version for fake in given):
-            return Outline(result, "writes in place to a tensor that it is given or reaches")
+            return (result, "writes in place to a tensor that it is given or reaches")
         memory = {fake.untyped_storage()._cdata for fake in given}
         if not all(map(capture_mode.is_of_capture, results)) or any(
             r.untyped_storage()._cdata in memory for r in results
         ):
-            return Outline(result, "returns a tensor that it is given, or a view of one")
-        return Outline(result, "")
+            return (result, "returns a tensor that it is given, or a view of one")
+        return (result, "")
 
     found, flags = rehearse(run)
-    add_modules(flags)
+    add_modules(flags)  # the capture depends on those that ran
     return found

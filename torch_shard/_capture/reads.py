@@ -279,6 +279,7 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
             yield from codes_in(const)
 
 
+@functools.lru_cache(maxsize=4096)
 def named_in(code: CodeType) -> frozenset[str]:
     """All that code names from outside, and what is within it."""
     return frozenset(name for part in (code, *codes_in(code)) for name in (*part.co_names, *part.co_freevars))

@@ -16,7 +16,7 @@ from torch.nn import _reduction
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture.checks import lengths_compared
-from torch_shard._capture.data_dependence import known_value, num_draws, skip_draws
+from torch_shard._capture.data_dependence import current_values
 from torch_shard._capture.function_mode import current_mode
 from torch_shard._capture.provenance import asking_frame, current_user_line
 from torch_shard._common.overrides import instead_of, instead_of_attribute
@@ -287,8 +287,8 @@ def do_nothing(*args: object, **kwargs: object) -> None:
 @instead_of(torch.Tensor.__repr__)
 def describe(tensor: torch.Tensor, *, tensor_contents: object = None) -> str:
     """The text of a tensor: what is known of it, and a word in the log where that is not its value."""
-    if (value := known_value(tensor)) is not None:
-        return repr(value)
+    if (values := current_values().known_values([tensor])) is not None:
+        return repr(values[0])
     logger.warning(
         "%s\nHere a tensor is made into text, but it has no value while the program is made, which is when this line "
         "runs, once. To see the value at each step, return it in the metrics.",
@@ -300,9 +300,8 @@ def describe(tensor: torch.Tensor, *, tensor_contents: object = None) -> str:
 @instead_of(torch.Tensor.__format__)
 def format_tensor(tensor: torch.Tensor, spec: str) -> str:
     """The text of a tensor in an f-string: of a number that has a format, it needs the value."""
-    value = known_value(tensor)
-    if tensor.ndim == 0 and (spec or value is not None):
-        return format(tensor.item() if value is None else value.item(), spec)
+    if tensor.ndim == 0 and (spec or current_values().known_values([tensor]) is not None):
+        return format(tensor.item(), spec)
     return format(describe(tensor), spec)
 
 
@@ -316,7 +315,7 @@ class RandomState:
 @instead_of_attribute(torch, "get_rng_state")
 def get_rng_state() -> RandomState:
     """The position of the capture under way."""
-    return RandomState(num_draws())
+    return RandomState(current_values().position)
 
 
 @instead_of_attribute(torch, "set_rng_state")
@@ -327,7 +326,7 @@ def set_rng_state(state: object) -> None:
             f"{current_user_line()}\nHere torch.set_rng_state is given a state from outside of the captured function, "
             "whose stream JAX cannot follow. Take it with torch.get_rng_state within the function."
         )
-    skip_draws(state.position - num_draws())
+    current_values().position = state.position
 
 
 @instead_of_attribute(torch, "manual_seed")

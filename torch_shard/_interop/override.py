@@ -230,13 +230,13 @@ class _Override:
         if not is_users or not self._is_wanted(args, kwargs):
             return self._by_torch(*args, **kwargs)
         args, kwargs = _as_autocast_has_them(self.place.function, args, kwargs)
-        by_torch = outline(lambda: self._by_torch(*args, **kwargs))
-        if by_torch.fault:
+        result, fault = outline(lambda: self._by_torch(*args, **kwargs))
+        if fault:
             raise NotImplementedError(
-                f"{self.place.name} {by_torch.fault}, which {self._own.fn} in its place cannot do. Leave such calls to "
+                f"{self.place.name} {fault}, which {self._own.fn} in its place cannot do. Leave such calls to "
                 "torch with override(..., when=...), or put a function in the place of one that returns new tensors."
             )
-        leaves, tree = torch_pytree.tree_flatten(by_torch.result)
+        leaves, tree = torch_pytree.tree_flatten(result)
         wanted = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         values, rounds = self._arguments(args, kwargs), torch.is_autocast_enabled("cpu")
         known, tensors = self._calls.of(values, [*map(like, wanted)], rounds=rounds)
