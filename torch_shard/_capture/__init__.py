@@ -3,6 +3,8 @@
 from torch_shard._capture.attention_masks import Seen, seen_through
 from torch_shard._capture.autocast import (
     ActiveRegions,
+    MixedPrecision,
+    Precision,
     active_regions,
     autocast_only,
     casting,
@@ -10,7 +12,7 @@ from torch_shard._capture.autocast import (
     widened,
 )
 from torch_shard._capture.autograd_functions import leaves_behind, runs_user_backward
-from torch_shard._capture.constants import bits_of
+from torch_shard._capture.constants import bits_of, is_literal
 from torch_shard._capture.data_dependence import DEVICE_OF, current_values, within_operator
 from torch_shard._capture.fakes import (
     StaleTensor,
@@ -40,12 +42,10 @@ from torch_shard._capture.function_mode import (
     outside_capture,
     repeating,
 )
-from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold, module_roots, read_by
+from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold, is_metric, module_roots, read_by
 from torch_shard._capture.host_values import HostInputs, HostPart, Mismatch
-from torch_shard._capture.inputs import is_literal
 from torch_shard._capture.meaning import meaning, same_closure
 from torch_shard._capture.metric_objects import MetricCall, MetricCalls
-from torch_shard._capture.precision import MixedPrecision, Precision
 from torch_shard._capture.provenance import current_user_line, is_user_file, leave_users_frames
 from torch_shard._capture.reads import Reads
 from torch_shard._capture.side_effects import NUMBERS, Change, Same, new_values
@@ -95,6 +95,7 @@ __all__ = [
     "is_capturing",
     "is_fake",
     "is_literal",
+    "is_metric",
     "is_repeating",
     "is_user_file",
     "leave",

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch.fx import Node
-from torch.utils._python_dispatch import _disable_current_modes
 
+from torch_shard._capture.constants import in_eager_torch
 from torch_shard._capture.data_dependence import constant_value, traced
 from torch_shard._common.fx import args_of, aten_name, shape_of
 from torch_shard._common.operator_families import COPIES
@@ -128,7 +128,7 @@ def seen_through(mask: torch.Tensor, size: tuple[int, int]) -> Seen | None:
     if mask.ndim < 2 or mask.requires_grad or not mask.numel():
         return None
     if (value := constant_value(mask)) is not None:
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
+        with in_eager_torch():
             return _band([_of_value(value, size)], size)
     if mask.dtype is not torch.bool or mask.shape[-1] != size[1]:
         return None
@@ -148,7 +148,7 @@ def _by_segments(mask: torch.Tensor, size: tuple[int, int]) -> Seen | None:
         return None
     node, constant = of_trace
     parts = _conjuncts(node)
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with in_eager_torch():
         found = {part: interval_of(part, constant, size) for part in parts}
         others = [part for part in parts if found[part] is None and constant(part) is None]
         band = _band([found[part] for part in parts if part not in others], size)

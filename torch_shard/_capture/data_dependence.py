@@ -15,7 +15,7 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 from torch_shard._capture.checks import leads_only_to_raise
-from torch_shard._capture.constants import Constants, literal_of
+from torch_shard._capture.constants import Constants, in_eager_torch, literal_of, tensors_in
 from torch_shard._capture.function_mode import current_mode
 from torch_shard._capture.host_values import LARGEST, HostInputs, HostPart, Question, Source
 from torch_shard._capture.masks import SELECTIONS, Masks, is_same
@@ -32,10 +32,6 @@ DEVICE_OF = torch.ops.prim.device.default  # PyTorch asks fakes this all the tim
 _CHECK_ALL = torch._check_tensor_all_with.__code__  # it hands the value on to what raises
 
 _BY_MASK = frozenset({aten.index.Tensor, aten.masked_select.default})  # which `Masks` are about
-
-
-def _tensors(args: PyTree) -> list[torch.Tensor]:
-    return [t for t in torch_pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
 
 
 Traced = tuple[Node, Callable[[Node], torch.Tensor | None]]
@@ -152,7 +148,7 @@ class DataDependence(TorchDispatchMode):
         if self._constants is None:
             self._top = self._root()
             self._constants = Constants(node.graph, self._top)
-        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        with in_eager_torch():
             return self._constants.value(node)
 
     def _constant_around(self, tensor: torch.Tensor, around: Sequence["DataDependence"]) -> torch.Tensor | None:
@@ -160,7 +156,7 @@ class DataDependence(TorchDispatchMode):
         original = tensor if self._mode is None else self._mode.original(tensor)
         if original is not tensor:
             return around[-1].constant(original, around[:-1]) if around else None
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
+        with in_eager_torch():
             if (base := tensor._base) is None or (value := self._constant_around(base, around)) is None:
                 return None
             if value.stride() != base.stride():
@@ -225,7 +221,7 @@ class DataDependence(TorchDispatchMode):
         if (inputs := self._inputs) is None:
             return None
         with torch._C.DisableTorchFunction():
-            nodes = [self._node_of(t) or self._node_of(aten.alias.default(t)) for t in _tensors((args, kwargs))]
+            nodes = [self._node_of(t) or self._node_of(aten.alias.default(t)) for t in tensors_in((args, kwargs))]
             if not nodes or None in nodes:
                 return None
             of = iter(nodes)
@@ -249,7 +245,7 @@ class DataDependence(TorchDispatchMode):
     def _sized(self, func: Callable[..., Any], args: PyTree, kwargs: PyTree) -> PyTree:
         """The results of an operator, as constants or as inputs of the program, if they can be computed now."""
         with torch._C.DisableTorchFunction():  # a `CaptureMode` would take a value for what is closed over
-            if (values := self.known_values(_tensors((args, kwargs)))) is not None:
+            if (values := self.known_values(tensors_in((args, kwargs)))) is not None:
                 of = iter(values)
                 known = torch_pytree.tree_map_only(torch.Tensor, lambda _: next(of), (args, kwargs))
                 with _disable_current_modes(), torch.no_grad():
@@ -357,7 +353,7 @@ def traced(tensor: torch.Tensor) -> Traced | None:
 
 
 def _is_all_of(tensor: torch.Tensor, base: torch.Tensor) -> bool:
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with in_eager_torch():
         same = (tensor.shape, tensor.stride(), tensor.storage_offset())
         return same == (base.shape, base.stride(), base.storage_offset())
 

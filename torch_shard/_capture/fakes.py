@@ -24,11 +24,10 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_shard._capture.constants import Constants
+from torch_shard._capture.constants import Constants, in_eager_torch, note_literal, tensors_in
 from torch_shard._capture.data_dependence import DEVICE_OF, DataDependence
 from torch_shard._capture.function_mode import CaptureMode, add_modules, current_mode
 from torch_shard._capture.guards import ModuleFlags
-from torch_shard._capture.inputs import note_literal
 from torch_shard._capture.provenance import current_user_line
 from torch_shard._capture.side_effects import Change
 from torch_shard._common.types import Operator, PyTree
@@ -300,7 +299,7 @@ def constant_of(tensor: torch.Tensor) -> torch.Tensor | None:
     if earlier is None or slot is None:
         return None
     node: torch.fx.Node = slot.proxy.node
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+    with in_eager_torch():
         return Constants(node.graph, earlier.root).value(node)
 
 
@@ -359,7 +358,7 @@ def outline(fn: Callable[[], Any]) -> tuple[Any, str]:
         capture_mode = current_mode()
         assert capture_mode is not None
         given = [fake for fake, _ in capture_mode.standins()]
-        results = [leaf for leaf in torch_pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        results = tensors_in(result)
         if any(fake._version for fake in given):
             return (result, "writes in place to a tensor that it is given or reaches")
         memory = {fake.untyped_storage()._cdata for fake in given}

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture.autocast import SharedCast, cast_once, widened
-from torch_shard._capture.calls import current_watcher
+from torch_shard._capture.calls import calls_seen
 from torch_shard._capture.guards import ModuleFlags
 from torch_shard._capture.provenance import current_user_line
 from torch_shard._capture.side_effects import SideEffects
@@ -82,13 +82,8 @@ class CaptureMode(TorchFunctionMode):
             _INNERMOST.capture_mode is not self or func in _ABOUT
         ):  # a capture inside of a capture, or no use of the values
             return func(*args, **(kwargs or {}))
-        watcher = current_watcher()
-        paused = watcher is not None and watcher.pause()
-        try:
+        with calls_seen(False):
             return self._called(func, args, kwargs)
-        finally:
-            if watcher is not None and paused:
-                watcher.resume()
 
     def _called(self, func: Callable, args: PyTree, kwargs: PyTree) -> PyTree:
         if func == _DEVICE and not self.is_of_capture(args[0]):

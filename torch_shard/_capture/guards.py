@@ -4,6 +4,7 @@ These are the training flags of modules (`flags_hold`), and values that are read
 user's own functions have read (`reads`), and the plain attributes of modules (`module_roots`).
 """
 
+import sys
 import types
 import weakref
 from collections.abc import Hashable, Iterable, Iterator
@@ -22,7 +23,6 @@ from torch_shard._capture.walk import (
     Walk,
     first_difference,
 )
-from torch_shard._common.metric_kinds import is_metric
 
 
 class Guard:
@@ -90,6 +90,18 @@ class Guard:
         """The numbers and strings: a program keeps them until they change."""
         numbers = (f"{name} = {value!r}" for name, value in self.leaves if isinstance(value, NUMBERS))
         return tuple(dict.fromkeys(numbers))
+
+
+def metric_kinds() -> tuple[type, ...]:
+    """The classes whose instances gather values over calls."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    found = (getattr(torchmetrics, name, None) for name in ("Metric", "MetricCollection"))
+    return tuple(kind for kind in found if isinstance(kind, type))
+
+
+def is_metric(value: object) -> bool:
+    """Tell whether a value is such an object, whose state is no part of a program."""
+    return isinstance(value, metric_kinds())
 
 
 def module_roots(modules: Iterable[tuple[str, nn.Module]], own: nn.Module) -> Iterator[Root]:

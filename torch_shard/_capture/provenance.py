@@ -20,7 +20,7 @@ _BELOW = ("torch", "jax", "numpy")
 _FOLDERS = [_HERE, *(pathlib.Path(str(importlib.util.find_spec(name).origin)).parent for name in _BELOW)]  # pyright: ignore
 _LIBRARIES = ("<", *(f"{folder}{os.sep}" for folder in _FOLDERS))
 _OF_PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
-_INSTALLED = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"  # may lie within Python's own folder
+INSTALLED = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"  # may lie within Python's own folder
 
 
 _TORCH = pathlib.Path(str(importlib.util.find_spec("torch").origin)).parent  # pyright: ignore
@@ -30,7 +30,7 @@ _MACHINERY = (*(str(_TORCH / layer) for layer in _LAYERS), str(_HERE))
 
 def is_user_file(filename: str) -> bool:
     """Tell whether a file belongs neither to this package nor to Python and the libraries that it stands on."""
-    is_python = filename.startswith(_OF_PYTHON) and not any(folder in filename for folder in _INSTALLED)
+    is_python = filename.startswith(_OF_PYTHON) and not any(folder in filename for folder in INSTALLED)
     return not is_python and not filename.startswith(_LIBRARIES)
 
 
@@ -50,7 +50,7 @@ def is_own_file(filename: str) -> bool:
     if filename.startswith(tuple(_OWN_PACKAGES)):
         return True
     typed = filename.startswith("<") and not filename.startswith("<frozen")
-    return typed or (is_user_file(filename) and not any(folder in filename for folder in _INSTALLED))
+    return typed or (is_user_file(filename) and not any(folder in filename for folder in INSTALLED))
 
 
 def user_frame(error: BaseException) -> str:

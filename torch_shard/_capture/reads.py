@@ -14,7 +14,7 @@ import gc
 import sys
 import traceback
 import types
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
@@ -90,19 +90,33 @@ class Reads:
         self._watcher = CallWatcher(self._wants, self._enter, self._leave)
         self._note(("loss",), Root(getattr(loss_fn, "__name__", type(loss_fn).__name__), None, loss_fn, frozenset()))
 
-    @contextlib.contextmanager
-    def seen(self) -> Generator[None, None, None]:
+    def seen(self) -> contextlib.AbstractContextManager[None]:
         """See what captures within run, in this thread."""
-        with self._watcher.watching():
-            yield
+        return self._watcher.watching()
 
     def guard(self) -> Guard:
         """A guard of all that was read, as it is now."""
         return Guard(self._roots.values(), None if self._any else frozenset(self._settings))
 
     def refuse_identity(self, guard: Guard, entries: Mapping[str, torch.Tensor], what: str) -> None:
-        """Refuse what looks for a model's own tensors by identity; see `identity.refuse_identity`."""
-        refuse_identity(guard, self._compared, entries, what)
+        """Refuse code that asks which of a model's tensors one is, by `id`, `is`, or as a key or an element."""
+        names = {id(tensor): name for name, tensor in entries.items()}
+        found: dict[str, dict[str, None]] = {}
+        for variable, value in guard.hashed:
+            if id(value) in names:
+                found.setdefault(f"{variable} has as keys or elements", {})[names[id(value)]] = None
+        for variable, value in guard.leaves:
+            if type(value) is int and value in names:
+                found.setdefault(f"{variable} has the id() of", {})[names[value]] = None
+            elif id(value) in names and (line := _line_of(variable, self._compared)):
+                found.setdefault(f"{line}\n  compares by identity, and {variable} has", {})[names[id(value)]] = None
+        if found:
+            listed = "\n".join(f"  {about} {_few(of)}" for about, of in found.items())
+            raise NotImplementedError(
+                f"{what} looks for tensors of the model by identity:\n\n{listed}\n\nIn a program others are in their "
+                "places, so that none would be found. Compare names (`for name, p in model.named_parameters()`), or "
+                "put a flag on the module that has the tensor."
+            )
 
     def _wants(self, code: CodeType) -> bool:
         """Tell whether code is the user's own; of other code above PyTorch, only names matter."""
@@ -236,29 +250,6 @@ def _content(cell: types.CellType) -> object:
 
 
 _MAY_BE_TENSORS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_ATTR", "LOAD_GLOBAL", "LOAD_NAME", "BINARY_SUBSCR", "BINARY_OP")
-
-
-def refuse_identity(
-    guard: Guard, compared: Mapping[str, frozenset[str]], entries: Mapping[str, torch.Tensor], what: str
-) -> None:
-    """Refuse code that asks which of a model's tensors one is, by `id`, `is`, or as a key or an element."""
-    names = {id(tensor): name for name, tensor in entries.items()}
-    found: dict[str, dict[str, None]] = {}
-    for variable, value in guard.hashed:
-        if id(value) in names:
-            found.setdefault(f"{variable} has as keys or elements", {})[names[id(value)]] = None
-    for variable, value in guard.leaves:
-        if type(value) is int and value in names:
-            found.setdefault(f"{variable} has the id() of", {})[names[value]] = None
-        elif id(value) in names and (line := _line_of(variable, compared)):
-            found.setdefault(f"{line}\n  compares by identity, and {variable} has", {})[names[id(value)]] = None
-    if found:
-        listed = "\n".join(f"  {about} {_few(of)}" for about, of in found.items())
-        raise NotImplementedError(
-            f"{what} looks for tensors of the model by identity:\n\n{listed}\n\nIn a program others are in their "
-            "places, so that none would be found. Compare names (`for name, p in model.named_parameters()`), or put a "
-            "flag on the module that has the tensor."
-        )
 
 
 def _few(names: Iterable[str]) -> str:

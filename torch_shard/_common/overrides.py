@@ -1,7 +1,7 @@
 """Overrides of PyTorch's own in a capture: by function, by attribute of a class or module, by ATen operator.
 
 The tables are empty here. Whoever has something better to offer fills them with the decorators, so that an operator of
-ours is one file, and the capture, which reads them, knows none of them.
+ours, declared by `captured_op`, is one file, and the capture, which reads them, knows none of them.
 """
 
 # PyTorch's class of operators, and some of its state, have no public names, or annotations in part.
@@ -14,7 +14,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -24,6 +24,7 @@ from torch_shard._common.patching import Owner
 from torch_shard._common.types import Operator
 
 F = TypeVar("F", bound=Callable[..., object])
+Shapes = TypeVar("Shapes", bound=Callable[..., object])
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -87,6 +88,23 @@ def instead_of_attribute(owner: Owner | str, name: str, source: str = "") -> Cal
             one stays as it is. The decorated function is given the original first.
     """
     return lambda fn: ATTRIBUTES.append(Attribute(owner, name, fn, source)) or fn
+
+
+def captured_op(name: str, tags: Sequence[torch.Tag] = ()) -> Callable[[Shapes], Shapes]:
+    """Declare an operator of captures alone, without a kernel.
+
+    The decorated function gives its results on fake tensors; its annotations are the schema.
+    """
+
+    def run(*_: object) -> NoReturn:
+        raise NotImplementedError(f"{name} is only captured, never run")
+
+    def declare(shapes: Shapes) -> Shapes:
+        schema = torch.library.infer_schema(shapes, mutates_args=())
+        torch.library.custom_op(name, run, mutates_args=(), schema=schema, tags=tags).register_fake(shapes)
+        return shapes
+
+    return declare
 
 
 @functools.cache

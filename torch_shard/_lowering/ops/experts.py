@@ -26,8 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torch import nn
 
 from torch_shard._common.axes import manual_axes
-from torch_shard._common.captured_op import captured_op
-from torch_shard._common.overrides import digest_of, instead_of_attribute, is_transformed
+from torch_shard._common.overrides import captured_op, digest_of, instead_of_attribute, is_transformed
 from torch_shard._common.pieces import InPieces, whole
 from torch_shard._lowering.ops.expert_blocks import Gate, experts_backward, experts_forward, sort_slots
 from torch_shard._lowering.ops.expert_dispatch import Exchange, Sizes, find_exchange, find_route
