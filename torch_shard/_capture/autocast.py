@@ -4,8 +4,8 @@ Products run in the lower precision, as CPU autocast has it; norms, softmax, los
 float32. Source: "Ops that can autocast to float32" in PyTorch's documentation of `torch.amp`.
 
 Also mixed precision as a scope around a loss: by `torch.autocast`, or with whole activations in the lower precision,
-which casts every parameter where it is used, as FSDP2's `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` does, so that
-nothing but norms and losses is computed in float32. It is one mode for captures and for eager torch alike.
+which casts every parameter where it is used, as FSDP2's `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` does, so
+that nothing but norms and losses is computed in float32. It is one mode for captures and for eager torch alike.
 """
 
 import contextlib
