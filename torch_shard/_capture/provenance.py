@@ -23,9 +23,8 @@ _OF_PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
 INSTALLED = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"  # may lie within Python's own folder
 
 
-_TORCH = pathlib.Path(str(importlib.util.find_spec("torch").origin)).parent  # pyright: ignore
 _LAYERS = ("fx", "_subclasses", "_dynamo", "_compile.py", "_ops.py", "overrides.py", "utils")
-_MACHINERY = (*(str(_TORCH / layer) for layer in _LAYERS), str(_HERE))
+_MACHINERY = (*(str(_FOLDERS[1] / layer) for layer in _LAYERS), str(_HERE))
 
 
 def is_user_file(filename: str) -> bool:
