@@ -138,15 +138,16 @@ def _cumulative(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         is_tracked = norm.running_mean is not None and norm.num_batches_tracked is not None
         if norm.momentum is not None or not norm.training or not is_tracked:
             return original(norm, x)
-        old, norm.momentum = [running.clone() for running in (norm.running_mean, norm.running_var)], 1.0
+        running: list[Any] = [norm.running_mean, norm.running_var]
+        old, norm.momentum = [mean.clone() for mean in running], 1.0
         try:
             out = original(norm, x)
         finally:
             norm.momentum = None
         with torch.no_grad():
-            for running, mean in zip((norm.running_mean, norm.running_var), old, strict=True):
+            for new, mean in zip(running, old, strict=True):
                 # .data: the norm's backward, which has no use for them, has noted their version
-                running.data.copy_(mean + (running - mean) / norm.num_batches_tracked)
+                new.data.copy_(mean + (new - mean) / norm.num_batches_tracked)
         return out
 
     return forward

@@ -43,6 +43,11 @@ def torch_dtype(dtype: np.dtype) -> torch.dtype:
     return found
 
 
+def is_of_numpy(dtype: torch.dtype) -> bool:
+    """Tell whether NumPy itself has the dtype, and not only the package that adds to its dtypes."""
+    return dtype in _TORCH_TO_JAX and _TORCH_TO_JAX[dtype].isbuiltin == 1
+
+
 def captured_dtype(dtype: np.dtype) -> torch.dtype:
     """The torch dtype that an array has in a capture: with x64 off, JAX's 32-bit integers are torch's 64-bit ones."""
     found = torch_dtype(dtype)
