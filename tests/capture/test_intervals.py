@@ -1,6 +1,7 @@
 """Which keys a comparison of constants lets each query see: against the comparison itself."""
 
 import operator
+import re
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import Graph, Node
 
-from torch_shard._capture.intervals import interval_of
+from torch_shard._capture.attention_masks import interval_of
 
 COMPARISONS = {"le": operator.le, "lt": operator.lt, "ge": operator.ge, "gt": operator.gt, "eq": operator.eq}
 NUMBERS = st.lists(st.integers(-3, 6), min_size=2, max_size=6)
@@ -51,3 +52,19 @@ def test_keys_that_are_not_in_order_are_no_interval() -> None:
 def test_rows_that_are_not_compared_alike_are_left() -> None:
     keys, queries = torch.arange(4).expand(3, 1, 4) + torch.arange(3)[:, None, None], torch.arange(8).view(2, 1, 4, 1)
     assert found("le", keys, queries.expand(2, 3, 4, 1) + torch.arange(3)[:, None, None]) is None
+
+
+@given(mask=st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=1, max_size=3))
+@settings(max_examples=50, deadline=None)
+def test_a_mask_is_an_interval_where_no_row_has_a_hole(mask: list[list[bool]]) -> None:
+    graph, value = Graph(), torch.tensor(mask)
+    part = graph.call_function(torch.ops.aten.logical_not.default, (graph.placeholder("x"),))
+    part.meta["val"] = value
+    interval = interval_of(part, {part: value}.get, (len(mask), 4))
+    runs = [re.findall("1+", "".join("01"[sees] for sees in row)) for row in mask]
+    if any(len(run) != 1 for run in runs):
+        assert interval is None
+        return
+    assert interval is not None
+    places = torch.arange(4)
+    assert torch.equal((places >= interval[0][..., None]) & (places < interval[1][..., None]), value[None])

@@ -315,6 +315,15 @@ class Log:
         self.values.append(value.detach())
         return value
 
+    def loss(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return self.keep(model(x).sum())
+
+    __call__ = loss
+
+
+def log_in(log: Log, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return log.keep(model(x).sum())
+
 
 class OnlySlots:
     __slots__ = ("values",)
@@ -335,6 +344,10 @@ LOGS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "a global of a helper": lambda: (lambda m, x: keep(m(x).sum()), KEPT),
     "of a nested function": lambda: (lambda m, x: (lambda y: keep(y))(m(x).sum()), KEPT),
     "an object": lambda: (lambda log: (lambda m, x: (lambda y: log.keep(y))(m(x).sum()), log.values))(Log()),
+    "a callable object": lambda: (lambda log: (log, log.values))(Log()),
+    "a method": lambda: (lambda log: (log.loss, log.values))(Log()),
+    "an argument": lambda: (lambda log: (functools.partial(log_in, log), log.values))(Log()),
+    "a default": lambda: (lambda log: (lambda m, x, log=log: log.keep(m(x).sum()), log.values))(Log()),
     "slots": lambda: (lambda log: (lambda m, x: keeping(log)()(m(x).sum()), log.values))(OnlySlots()),
 }
 

@@ -3,23 +3,17 @@
 from torch_shard._capture.attention_masks import Seen, seen_through
 from torch_shard._capture.autocast import (
     ActiveRegions,
+    MixedPrecision,
+    Precision,
     active_regions,
     autocast_only,
     casting,
     float16_refused,
     widened,
 )
-from torch_shard._capture.backward import leaves_behind, runs_user_backward
-from torch_shard._capture.constants import bits_of
-from torch_shard._capture.data_dependence import (
-    DEVICE_OF,
-    drawing_along,
-    follow,
-    num_draws,
-    skip_draws,
-    specialise,
-    within_operator,
-)
+from torch_shard._capture.autograd_functions import leaves_behind, runs_user_backward
+from torch_shard._capture.constants import bits_of, is_literal
+from torch_shard._capture.data_dependence import DEVICE_OF, current_values, within_operator
 from torch_shard._capture.fakes import (
     StaleTensor,
     depends_on_inputs,
@@ -28,6 +22,7 @@ from torch_shard._capture.fakes import (
     is_fake,
     leave,
     made_buffers,
+    outline,
     rehearse,
     replaces_tensors,
     unknown_like,
@@ -35,6 +30,7 @@ from torch_shard._capture.fakes import (
 )
 from torch_shard._capture.function_mode import (
     add_modules,
+    annotated,
     as_captured,
     binding,
     bound_tensors,
@@ -46,96 +42,11 @@ from torch_shard._capture.function_mode import (
     outside_capture,
     repeating,
 )
-from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold, module_roots, reached_by, read_by
+from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold, is_metric, module_roots, read_by
 from torch_shard._capture.host_values import HostInputs, HostPart, Mismatch
-from torch_shard._capture.inputs import is_literal
-from torch_shard._capture.libraries import instead_of_source
 from torch_shard._capture.meaning import meaning, same_closure
 from torch_shard._capture.metric_objects import MetricCall, MetricCalls
-from torch_shard._capture.module_paths import annotated
-from torch_shard._capture.operators import has_derivative, is_composite, writes_or_aliases
-from torch_shard._capture.outline import outline
-from torch_shard._capture.precision import MixedPrecision, Precision
-from torch_shard._capture.provenance import current_user_line, is_user_file
+from torch_shard._capture.provenance import current_user_line, is_user_file, leave_users_frames
 from torch_shard._capture.reads import Reads
 from torch_shard._capture.side_effects import NUMBERS, Change, Same, new_values
 from torch_shard._capture.trace import Aux, Captured, Spec, TensorFn, capture
-from torch_shard._capture.user_errors import leave_users_frames
-
-__all__ = [
-    "DEVICE_OF",
-    "NUMBERS",
-    "ActiveRegions",
-    "Aux",
-    "Captured",
-    "Change",
-    "Guard",
-    "HostInputs",
-    "HostPart",
-    "MetricCall",
-    "MetricCalls",
-    "Mismatch",
-    "MixedPrecision",
-    "ModuleFlags",
-    "Precision",
-    "Reads",
-    "Same",
-    "Seen",
-    "Spec",
-    "StaleTensor",
-    "TensorFn",
-    "active_regions",
-    "add_modules",
-    "annotated",
-    "as_captured",
-    "autocast_only",
-    "binding",
-    "bits_of",
-    "bound_tensors",
-    "capture",
-    "casting",
-    "current_mode",
-    "current_user_line",
-    "depends_on_inputs",
-    "drawing_along",
-    "equate",
-    "flags_hold",
-    "float16_refused",
-    "follow",
-    "has_derivative",
-    "hold",
-    "in_transform",
-    "instead_of_source",
-    "is_capturing",
-    "is_composite",
-    "is_fake",
-    "is_literal",
-    "is_repeating",
-    "is_user_file",
-    "leave",
-    "leave_users_frames",
-    "leaves_behind",
-    "made_buffers",
-    "meaning",
-    "module_roots",
-    "new_values",
-    "note",
-    "num_draws",
-    "outline",
-    "outside_capture",
-    "reached_by",
-    "read_by",
-    "rehearse",
-    "repeating",
-    "replaces_tensors",
-    "runs_user_backward",
-    "same_closure",
-    "seen_through",
-    "skip_draws",
-    "specialise",
-    "unknown_like",
-    "untraced",
-    "widened",
-    "within_operator",
-    "writes_or_aliases",
-]

@@ -4,14 +4,90 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch.fx import Node
-from torch.utils._python_dispatch import _disable_current_modes
 
+from torch_shard._capture.constants import in_eager_torch
 from torch_shard._capture.data_dependence import constant_value, traced
-from torch_shard._capture.intervals import Interval, interval_of
 from torch_shard._common.fx import args_of, aten_name, shape_of
 from torch_shard._common.operator_families import COPIES
+
+Interval = tuple[torch.Tensor, torch.Tensor]
+"""The first key that each query sees, and the one after the last; int64, (rows, T)."""
+
+_MIRRORED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq"}
+
+
+def interval_of(part: Node, constant: Callable[[Node], torch.Tensor | None], size: tuple[int, int]) -> Interval | None:
+    """The keys that a constant part of a mask lets each query see; None if it is none, or if these are no interval."""
+    if (found := _of_comparison(part, constant, size)) is not None:
+        return found
+    return None if (value := constant(part)) is None else _of_value(value.bool(), size)
+
+
+def _of_comparison(
+    part: Node, constant: Callable[[Node], torch.Tensor | None], size: tuple[int, int]
+) -> Interval | None:
+    """The keys that a comparison of constant queries with keys in order lets through, known without the square."""
+    name = aten_name(part)
+    if name not in _MIRRORED or len(shape_of(part)) < 2 or shape_of(part)[-2:] != size:
+        return None
+    sides = [constant(side) if isinstance(side, Node) else torch.tensor(side) for side in args_of(part)[:2]]
+    if any(side is None or side.is_floating_point() for side in sides):
+        return None
+    left, right = (s.long().reshape((1,) * (2 - s.ndim) + s.shape) for s in sides if s is not None)
+    if left.shape[-1] != 1 and right.shape[-1] == 1:
+        return _between(name, left, right, size)
+    if right.shape[-1] != 1 and left.shape[-1] == 1:
+        return _between(_MIRRORED[name], right, left, size)
+    return None
+
+
+def _between(name: str, keys: torch.Tensor, queries: torch.Tensor, size: tuple[int, int]) -> Interval | None:
+    """The interval of `keys (..., 1, S) <name> queries (..., T, 1)`, of rows that are all compared alike."""
+    if keys.shape[-2] != 1 or bool((keys.diff(dim=-1) < 0).any()):
+        return None
+    is_alike = keys.shape[:-2] == queries.shape[:-2]
+    queries = queries.expand(*queries.shape[:-2], size[0], 1).reshape(-1, size[0])
+    keys, queries = _once(keys.reshape(-1, size[1])), _once(queries)
+    rows = max(len(keys), len(queries))
+    if not is_alike and min(len(keys), len(queries)) != 1:
+        return None
+    keys, queries = (x.expand(rows, -1).contiguous() for x in (keys, queries))
+    low = torch.searchsorted(keys, queries, right=name == "gt")
+    high = torch.searchsorted(keys, queries, right=name != "lt")
+    whole = torch.full_like(low, size[1])
+    return {"le": (0 * low, high), "lt": (0 * low, high), "eq": (low, high)}.get(name, (low, whole))
+
+
+def _of_value(value: torch.Tensor, size: tuple[int, int]) -> Interval | None:
+    """The keys that a mask, or what is added to scores, lets through."""
+    once = value[tuple(slice(None) if stride else slice(0, 1) for stride in value.stride())]
+    if once.numel() > _LARGEST:
+        return None
+    once = once[(None,) * (3 - once.ndim)].flatten(0, -3)
+    parts = [_of_rows(rows, size[1]) for rows in once.flatten(0, 1).split(_ROWS)]
+    if None in parts:
+        return None
+    low, high = (torch.cat(bound).view(once.shape[:2]) for bound in zip(*filter(None, parts), strict=True))
+    return _once(low).expand(-1, size[0]), _once(high).expand(-1, size[0])
+
+
+def _of_rows(rows: torch.Tensor, num_keys: int) -> Interval | None:
+    sees = rows if rows.dtype is torch.bool else rows == 0
+    if rows.dtype is not torch.bool and not (sees | (rows <= torch.finfo(rows.dtype).min)).all():
+        return None
+    seen = sees.expand(-1, num_keys).numpy()
+    low, high = seen.argmax(1), num_keys - seen[:, ::-1].argmax(1)
+    is_interval = (np.count_nonzero(seen, 1) == high - low).all()
+    return (torch.from_numpy(low), torch.from_numpy(high)) if is_interval else None
+
+
+def _once(rows: torch.Tensor) -> torch.Tensor:
+    """One row of several that are the same."""
+    return rows[:1] if torch.equal(rows, rows[:1].expand_as(rows)) else rows
+
 
 _LARGEST = 1 << 31  # elements of a mask that is looked at
 _ROWS = 1024  # of it at a time
@@ -34,18 +110,13 @@ class Seen:
 
     def mask(self, num_queries: int, num_keys: int) -> torch.Tensor:
         """The same as a mask, (T, S) or (B, 1, T, S)."""
-        seen = _band_mask(self, 0, (num_queries, num_keys))
+        seen = torch.ones(num_queries, num_keys, dtype=torch.bool)
+        seen = seen if self.after is None else seen.tril(self.after)
+        seen = seen if self.before is None else seen.triu(-self.before)
         if not self.segments:
             return seen
         queries, keys = self.segments
         return seen & (queries[:, None, :, None] == keys[:, None, None, :])
-
-
-def _band_mask(seen: Seen, start: int, shape: tuple[int, int]) -> torch.Tensor:
-    """The band of places as a mask, from this query on."""
-    mask = torch.ones(shape, dtype=torch.bool)
-    mask = mask if seen.after is None else mask.tril(start + seen.after)
-    return mask if seen.before is None else mask.triu(start - seen.before)
 
 
 def seen_through(mask: torch.Tensor, size: tuple[int, int]) -> Seen | None:
@@ -57,7 +128,8 @@ def seen_through(mask: torch.Tensor, size: tuple[int, int]) -> Seen | None:
     if mask.ndim < 2 or mask.requires_grad or not mask.numel():
         return None
     if (value := constant_value(mask)) is not None:
-        return _band(value, size)
+        with in_eager_torch():
+            return _band([_of_value(value, size)], size)
     if mask.dtype is not torch.bool or mask.shape[-1] != size[1]:
         return None
     if mask.ndim == 4 and _is_one(mask, 1) and _is_one(mask, 2):
@@ -72,16 +144,14 @@ def _is_one(mask: torch.Tensor, dim: int) -> bool:
 
 def _by_segments(mask: torch.Tensor, size: tuple[int, int]) -> Seen | None:
     """What a mask of (B, 1, T, S) says that joins, by `&`, constant ones with others of the batch."""
-    if (found := traced(mask)) is None:
+    if (of_trace := traced(mask)) is None:
         return None
-    node, constant = found
+    node, constant = of_trace
     parts = _conjuncts(node)
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        intervals = {part: found for part in parts if (found := interval_of(part, constant, size)) is not None}
-        parts = [part for part in parts if part not in intervals]
-        values = [value for part in parts if (value := constant(part)) is not None]
-        others = [part for part in parts if constant(part) is None]
-        band = _joined(values, list(intervals.values()), size)
+    with in_eager_torch():
+        found = {part: interval_of(part, constant, size) for part in parts}
+        others = [part for part in parts if found[part] is None and constant(part) is None]
+        band = _band([found[part] for part in parts if part not in others], size)
     documents = [part for part in others if not _is_padding(part)]
     if band is None or not all(_is_same_document(part, constant) for part in documents):
         return None
@@ -101,18 +171,14 @@ def _by_segments(mask: torch.Tensor, size: tuple[int, int]) -> Seen | None:
     return dataclasses.replace(band, segments=_padding(keys, size))
 
 
-def _joined(values: list[torch.Tensor], intervals: list[Interval], size: tuple[int, int]) -> Seen | None:
-    """The band of what constant masks and intervals together let through, if it is one."""
-    everything = torch.ones(1, 1, dtype=torch.bool)
-    if not intervals:
-        return _band(functools.reduce(torch.logical_and, values, everything), size)
-    if values:
-        of_values = _band(functools.reduce(torch.logical_and, values, everything), size)
-        if of_values is None:
-            return None
-        intervals = [*intervals, _interval(of_values, size)]
-    first = functools.reduce(torch.maximum, [low for low, _ in intervals])
-    end = functools.reduce(torch.minimum, [high for _, high in intervals])
+def _band(intervals: list[Interval | None], size: tuple[int, int]) -> Seen | None:
+    """The band of what intervals together let through, if it is one."""
+    known = [interval for interval in intervals if interval is not None]
+    if len(known) < len(intervals):
+        return None
+    everything = _interval(Seen(), size)
+    first = functools.reduce(torch.maximum, [low for low, _ in known], everything[0])
+    end = functools.reduce(torch.minimum, [high for _, high in known], everything[1])
     if first[0, 0] or (first >= end).any():
         return None
     before, after = size[0] - 1 - int(first[-1, -1]), int(end[0, 0]) - 1
@@ -183,38 +249,3 @@ def _labels(side: Node, constant: Callable[[Node], torch.Tensor | None]) -> tupl
     if any(value is None for value in values):
         return None
     return source, [value.flatten() for value in values if value is not None]
-
-
-def _band(value: torch.Tensor, size: tuple[int, int]) -> Seen | None:
-    """How many keys before its own place and after it each query sees; None if that is not what it sees."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        once = value[tuple(slice(0, 1) if not stride else slice(None) for stride in value.stride()[:-2])]
-        if once.numel() > _LARGEST:
-            return None
-        if once.numel() == 1 and once.dtype is torch.bool:
-            return Seen() if once else None
-        rows = once.expand(*once.shape[:-2], *size).flatten(0, -3) if once.ndim > 2 else once.expand(1, *size)
-        first, last = (row if row.dtype is torch.bool else row == 0 for row in (rows[0, 0], rows[-1, -1]))
-        if not first[0] or not last.any():
-            return None
-        after, before = int(first.sum()) - 1, size[0] - 1 - int(last.int().argmax())
-        band = Seen(before if before < size[0] - 1 else None, after if after < size[1] - 1 else None)
-        return band if _is_band(rows, band) else None
-
-
-def _is_band(masks: torch.Tensor, band: Seen) -> bool:
-    """Tell whether each query sees the keys of this band, and nothing else."""
-    for start in range(0, masks.shape[-2], _ROWS):
-        rows = masks[:, start : start + _ROWS]
-        wanted = _band_mask(band, start, (rows.shape[1], rows.shape[2]))
-        if not all(_lets_just(each, wanted) for each in rows):
-            return False
-    return True
-
-
-def _lets_just(rows: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Tell whether these rows of a mask let through just what is wanted."""
-    if rows.dtype is torch.bool:
-        return torch.equal(rows, wanted)
-    lowest = torch.finfo(rows.dtype).min
-    return bool((rows[wanted] == 0).all()) and bool((rows[~wanted] <= lowest).all())

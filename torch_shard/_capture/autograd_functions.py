@@ -1,29 +1,56 @@
-"""What stands for closed-over tensors in `autograd.Function`, in the transforms of `torch.func` and in a backward pass.
+"""Autograd in a capture: what stands for closed-over tensors in it, which Python it runs, and of which modules it is.
 
-They take tensors without a torch function that a `CaptureMode` could see. What is closed over they would take as it
-is: a constant, without the gradient that it has around the capture.
+`autograd.Function`, the transforms of `torch.func` and a backward pass take tensors without a torch function that a
+`CaptureMode` could see. What is closed over they would take as it is: a constant, without the gradient that it has
+around the capture.
 """
 
 import contextlib
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch import eager_transforms, utils, vmap
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
+from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from torch_shard._capture.backward import nodes_behind
 from torch_shard._capture.calls import calls_seen
 from torch_shard._capture.fakes import is_fake, tracer
-from torch_shard._capture.function_mode import as_captured, current_mode
-from torch_shard._capture.module_paths import annotate_backward
+from torch_shard._capture.function_mode import annotated, as_captured, current_mode
 from torch_shard._capture.provenance import current_user_line
 from torch_shard._common.patching import Owner, patched
+
+
+def nodes_behind(tensors: Iterable[torch.Tensor]) -> Iterator[Node]:
+    """The nodes of the autograd graph, each once."""
+    seen: set[Node] = set()
+    todo = [tensor.grad_fn for tensor in tensors]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [after for after, _ in node.next_functions]
+            yield node
+
+
+def runs_user_backward(tensors: Iterable[torch.Tensor]) -> bool:
+    """Tell whether the backward pass runs Python that may call autograd or write to `.grad` itself."""
+    return any(
+        isinstance(node, BackwardCFunction) and not type(node).__module__.startswith("torch_shard.")
+        for node in nodes_behind(tensors)
+    )
+
+
+def leaves_behind(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves that the backward pass accumulates gradients for."""
+    variables = (getattr(node, "variable", None) for node in nodes_behind(tensors))
+    return [leaf for leaf in variables if isinstance(leaf, torch.Tensor)]
 
 
 class _Given(threading.local):
@@ -106,3 +133,39 @@ def _refuse_unseen(nodes: list[Node]) -> None:
                     "was taken from the class before, as in `self.f = F.apply`; it would be lost. Call F.apply(...) "
                     "itself, or take it as a global of a module: `f = F.apply`."
                 )
+
+
+Notes = Mapping[str, str]
+
+
+def annotate_backward(functions: Iterable[Node], graph: Graph) -> None:
+    """Let a backward pass note on its nodes where the forward nodes stand that they belong to.
+
+    Autograd numbers the operators of the forward pass; nodes have the number, and so has its own graph.
+    """
+    forward = {n.meta.get("seq_nr"): n.meta["custom"] for n in reversed(graph.nodes) if n.meta.get("custom")}
+    for function in functions:
+        if (notes := forward.get(function._sequence_nr())) is not None:
+            before, after = _hooks(_of_backward(notes))
+            function.register_prehook(before)
+            function.register_hook(after)
+
+
+def _of_backward(notes: Notes) -> dict[str, str]:
+    where = {"where": f"{notes['where']} (in its backward)"} if "where" in notes else {}
+    return {**notes, **where, "pass": "backward"}
+
+
+def _hooks(notes: dict[str, str]) -> tuple[Callable[..., None], Callable[..., None]]:
+    """What is to be called before and after a backward function."""
+    scopes: list[contextlib.AbstractContextManager[None]] = []
+
+    def before(*grads: object) -> None:
+        scopes.append(annotated(**notes))
+        scopes[-1].__enter__()
+
+    def after(*grads: object) -> None:
+        if scopes:
+            scopes.pop().__exit__(None, None, None)
+
+    return before, after

@@ -15,7 +15,7 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 from torch_shard._capture.checks import leads_only_to_raise
-from torch_shard._capture.constants import Constants, literal_of
+from torch_shard._capture.constants import Constants, in_eager_torch, literal_of, tensors_in
 from torch_shard._capture.function_mode import current_mode
 from torch_shard._capture.host_values import LARGEST, HostInputs, HostPart, Question, Source
 from torch_shard._capture.masks import SELECTIONS, Masks, is_same
@@ -32,10 +32,6 @@ DEVICE_OF = torch.ops.prim.device.default  # PyTorch asks fakes this all the tim
 _CHECK_ALL = torch._check_tensor_all_with.__code__  # it hands the value on to what raises
 
 _BY_MASK = frozenset({aten.index.Tensor, aten.masked_select.default})  # which `Masks` are about
-
-
-def _tensors(args: PyTree) -> list[torch.Tensor]:
-    return [t for t in torch_pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
 
 
 Traced = tuple[Node, Callable[[Node], torch.Tensor | None]]
@@ -116,21 +112,27 @@ class DataDependence(TorchDispatchMode):
             node.meta["random_place"], node.meta["random_axes"] = self.position, self.axes
         self.position += 1
 
-    def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The value of a tensor that depends on no input, or None."""
-        node = self._node_of(tensor)
-        if node is None:
-            return None
-        return self._constant(node)
+    def skip_draws(self, count: int) -> int:
+        """Go over random operators that run elsewhere; returns the position of the first."""
+        self.position += count
+        return self.position - count
+
+    @contextlib.contextmanager
+    def drawing_along(self, axes: tuple[str, ...]) -> Iterator[None]:
+        """Let random operators draw other numbers for each index along these named axes."""
+        before, self.axes = self.axes, tuple(dict.fromkeys((*self.axes, *axes)))
+        try:
+            yield
+        finally:
+            self.axes = before
 
     def constant(self, tensor: torch.Tensor, around: Sequence["DataDependence"]) -> torch.Tensor | None:
         """The value of a tensor that depends on no input of this capture, nor of those around it.
 
         Within another capture, only what a rehearsal knows too, which writes no graph: views of constants around.
         """
-        if around or self._node_of(tensor) is None:
-            return self._constant_around(tensor, around)
-        return self.known(tensor)
+        node = self._node_of(tensor)
+        return self._constant_around(tensor, around) if around or node is None else self._constant(node)
 
     def traced(self, tensor: torch.Tensor, around: Sequence["DataDependence"]) -> Traced | None:
         """The node of a tensor in the outermost capture, and what tells the value of a node there if it is constant."""
@@ -146,7 +148,7 @@ class DataDependence(TorchDispatchMode):
         if self._constants is None:
             self._top = self._root()
             self._constants = Constants(node.graph, self._top)
-        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        with in_eager_torch():
             return self._constants.value(node)
 
     def _constant_around(self, tensor: torch.Tensor, around: Sequence["DataDependence"]) -> torch.Tensor | None:
@@ -154,7 +156,7 @@ class DataDependence(TorchDispatchMode):
         original = tensor if self._mode is None else self._mode.original(tensor)
         if original is not tensor:
             return around[-1].constant(original, around[:-1]) if around else None
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
+        with in_eager_torch():
             if (base := tensor._base) is None or (value := self._constant_around(base, around)) is None:
                 return None
             if value.stride() != base.stride():
@@ -219,7 +221,7 @@ class DataDependence(TorchDispatchMode):
         if (inputs := self._inputs) is None:
             return None
         with torch._C.DisableTorchFunction():
-            nodes = [self._node_of(t) or self._node_of(aten.alias.default(t)) for t in _tensors((args, kwargs))]
+            nodes = [self._node_of(t) or self._node_of(aten.alias.default(t)) for t in tensors_in((args, kwargs))]
             if not nodes or None in nodes:
                 return None
             of = iter(nodes)
@@ -243,7 +245,7 @@ class DataDependence(TorchDispatchMode):
     def _sized(self, func: Callable[..., Any], args: PyTree, kwargs: PyTree) -> PyTree:
         """The results of an operator, as constants or as inputs of the program, if they can be computed now."""
         with torch._C.DisableTorchFunction():  # a `CaptureMode` would take a value for what is closed over
-            if (values := self.known_values(_tensors((args, kwargs)))) is not None:
+            if (values := self.known_values(tensors_in((args, kwargs)))) is not None:
                 of = iter(values)
                 known = torch_pytree.tree_map_only(torch.Tensor, lambda _: next(of), (args, kwargs))
                 with _disable_current_modes(), torch.no_grad():
@@ -322,16 +324,6 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in tensors]
 
 
-def specialise(inputs: HostInputs, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> None:
-    """Let Python ask for values in the capture under way; see `DataDependence.specialise`."""
-    _CURRENT.stack[-1].specialise(inputs, buffers, batch)
-
-
-def follow(buffers: Mapping[str, torch.Tensor]) -> None:
-    """Compute on the host what becomes of buffers in the capture under way; see `DataDependence.follow`."""
-    _CURRENT.stack[-1].follow(buffers)
-
-
 class _Current(threading.local):
     def __init__(self) -> None:
         self.stack: list[DataDependence] = []
@@ -340,9 +332,9 @@ class _Current(threading.local):
 _CURRENT = _Current()
 
 
-def known_value(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The value of a tensor of the capture under way that depends on no input of it, or None."""
-    return _CURRENT.stack[-1].known(tensor) if _CURRENT.stack else None
+def current_values() -> DataDependence:
+    """Those of the capture under way."""
+    return _CURRENT.stack[-1]
 
 
 def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -361,7 +353,7 @@ def traced(tensor: torch.Tensor) -> Traced | None:
 
 
 def _is_all_of(tensor: torch.Tensor, base: torch.Tensor) -> bool:
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with in_eager_torch():
         same = (tensor.shape, tensor.stride(), tensor.storage_offset())
         return same == (base.shape, base.stride(), base.storage_offset())
 
@@ -369,40 +361,17 @@ def _is_all_of(tensor: torch.Tensor, base: torch.Tensor) -> bool:
 @instead_of(torch.Tensor.tolist)
 def tolist(tensor: torch.Tensor) -> Any:
     """The numbers of a tensor whose value is known."""
-    values = _CURRENT.stack[-1].values([tensor])
+    values = current_values().values([tensor])
     return torch.Tensor.tolist(tensor) if values is None else values[0].tolist()
 
 
 @instead_of(torch.Tensor.numpy)
 def numpy(tensor: torch.Tensor, *, force: bool = False) -> Any:
     """A copy of a tensor whose value is known."""
-    values = _CURRENT.stack[-1].values([tensor])
+    values = current_values().values([tensor])
     return torch.Tensor.numpy(tensor, force=force) if values is None else values[0].clone().numpy(force=force)
-
-
-def skip_draws(count: int) -> int:
-    """Let the capture under way go over random operators that run elsewhere; returns the position of the first."""
-    values = _CURRENT.stack[-1]
-    values.position += count
-    return values.position - count
-
-
-def num_draws() -> int:
-    """Number of random operators that the capture under way has run."""
-    return _CURRENT.stack[-1].position
 
 
 def within_operator() -> bool:
     """Tell whether it is PyTorch that calls, to run an operator of the capture under way, and not the user's code."""
     return bool(_CURRENT.stack) and _CURRENT.stack[-1] not in _get_current_dispatch_mode_stack()
-
-
-@contextlib.contextmanager
-def drawing_along(axes: tuple[str, ...]) -> Iterator[None]:
-    """Let random operators of the capture under way draw other numbers for each index along these named axes."""
-    values = _CURRENT.stack[-1]
-    before, values.axes = values.axes, tuple(dict.fromkeys((*values.axes, *axes)))
-    try:
-        yield
-    finally:
-        values.axes = before

@@ -1,20 +1,23 @@
 """Settings of PyTorch while a callable is captured."""
 
 import contextlib
+import fnmatch
+import functools
 import logging
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from torch_shard._capture import printing, random_state, replacements  # noqa: F401  (they fill the table)
+from torch_shard._capture import libraries, replacements  # noqa: F401  (they fill the table)
 from torch_shard._capture.autocast import autocast_on_fakes
-from torch_shard._capture.libraries import libraries_in_plain_operators
-from torch_shard._capture.replacements import cumulative_batch_norms
-from torch_shard._common.overrides import KERNELS, attribute_overrides
+from torch_shard._capture.calls import current_watcher
+from torch_shard._common.overrides import KERNELS, attribute_overrides, digest_of
 from torch_shard._common.patching import Owner, patched
 
 logger = logging.getLogger(__name__)
@@ -25,9 +28,8 @@ def capture_environment() -> Iterator[None]:
     """For the time that the callable itself runs."""
     unchecked = patched(torch.distributions.Distribution, "_validate_args", lambda _: False)  # checks of values
     with (
-        cumulative_batch_norms(),
+        patched(_BatchNorm, "forward", _cumulative),
         autocast_on_fakes(),
-        libraries_in_plain_operators(),
         _substituted(),
         _compiled_functions_run_plainly(),
         _without_anomaly_mode(),
@@ -81,18 +83,36 @@ def reference_kernels() -> Iterator[None]:
 @contextlib.contextmanager
 def _substituted() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for owner, name, substitute in attribute_overrides():
-            owner = _imported(owner, name) if isinstance(owner, str) else owner
-            if owner is not None:
-                stack.enter_context(patched(owner, name, lambda _, own=substitute: own))
+        for owner, name, own, source in attribute_overrides():
+            for held in _imported(owner) if isinstance(owner, str) else [owner]:
+                if hasattr(held, name):
+                    stack.enter_context(patched(held, name, functools.partial(_instead, own, source)))
         yield
 
 
-def _imported(path: str, attribute: str) -> Owner | None:
-    """A class or module by its path, if it has been imported and this release of it has the attribute."""
-    module, _, own = path.rpartition(".")
-    owner = getattr(sys.modules.get(module), own, None)
-    return owner if hasattr(owner, attribute) else None
+def _imported(path: str) -> list[Owner]:
+    """Modules, or classes in them, by a glob of their path, as far as they have been imported."""
+    if path in sys.modules:
+        return [sys.modules[path]]
+    module, _, name = path.rpartition(".")
+    holders = [sys.modules[found] for found in fnmatch.filter(list(sys.modules), module)]
+    classes = (value for held in holders for key, value in vars(held).items() if fnmatch.fnmatchcase(key, name))
+    return [*dict.fromkeys(cls for cls in classes if isinstance(cls, type))]
+
+
+def _instead(own: Callable[..., Any], source: str, original: Any) -> Any:
+    """What stands for an attribute: ours, if nothing is said of its source, or if that is what was read."""
+    code: Any = getattr(original, "__code__", None)  # that of a wrapper is its own
+    if not source or digest_of(code) != source:
+        return original if source else own
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if (watcher := current_watcher()) is not None:
+            watcher.note(code)  # a program is for the attributes that it reads, too
+        return own(original, *args, **kwargs)
+
+    return call
 
 
 @contextlib.contextmanager
@@ -105,3 +125,29 @@ def _compiled_functions_run_plainly() -> Iterator[None]:
     with dynamo.config.patch(error_on_nested_fx_trace=False), warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"(?s)Using `torch.compile\(module\)` when there are global hooks")  # ours
         yield
+
+
+def _cumulative(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The forward of a batch norm, on tensors alone where it keeps the plain mean of all its batches.
+
+    After batch n that is `(1 - 1/n) * old + 1/n * new`. With momentum 1, `new` is left in the buffers, and the mean is
+    taken after it.
+    """
+
+    def forward(norm: Any, x: torch.Tensor) -> torch.Tensor:
+        is_tracked = norm.running_mean is not None and norm.num_batches_tracked is not None
+        if norm.momentum is not None or not norm.training or not is_tracked:
+            return original(norm, x)
+        running: list[Any] = [norm.running_mean, norm.running_var]
+        old, norm.momentum = [mean.clone() for mean in running], 1.0
+        try:
+            out = original(norm, x)
+        finally:
+            norm.momentum = None
+        with torch.no_grad():
+            for new, mean in zip(running, old, strict=True):
+                # .data: the norm's backward, which has no use for them, has noted their version
+                new.data.copy_(mean + (new - mean) / norm.num_batches_tracked)
+        return out
+
+    return forward

@@ -20,18 +20,17 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_slot,
     set_proxy_slot,
 )
+from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_shard._capture.constants import Constants
+from torch_shard._capture.constants import Constants, in_eager_torch, note_literal, tensors_in
 from torch_shard._capture.data_dependence import DEVICE_OF, DataDependence
-from torch_shard._capture.function_mode import CaptureMode
+from torch_shard._capture.function_mode import CaptureMode, add_modules, current_mode
 from torch_shard._capture.guards import ModuleFlags
-from torch_shard._capture.inputs import note_literal
-from torch_shard._capture.one_dtype import check_one_dtype
 from torch_shard._capture.provenance import current_user_line
 from torch_shard._capture.side_effects import Change
+from torch_shard._common.types import Operator, PyTree
 
 aten = torch.ops.aten
 
@@ -64,7 +63,7 @@ class _Fakes(FakeTensorMode):
         if self in _MODES or func is DEVICE_OF:
             check_one_dtype(func, args)
             return super().__torch_dispatch__(func, types, args, kwargs or {})
-        args, kwargs = tree_map_only(torch.Tensor, _revive_once, (args, kwargs or {}))
+        args, kwargs = torch_pytree.tree_map_only(torch.Tensor, _revive_once, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -300,7 +299,7 @@ def constant_of(tensor: torch.Tensor) -> torch.Tensor | None:
     if earlier is None or slot is None:
         return None
     node: torch.fx.Node = slot.proxy.node
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+    with in_eager_torch():
         return Constants(node.graph, earlier.root).value(node)
 
 
@@ -320,3 +319,55 @@ def _make_standin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 def _original_of(fake: torch.Tensor) -> torch.Tensor | None:
     """The closed-over tensor that a fake stood for."""
     return _ORIGINALS.get(fake)
+
+
+_PRODUCTS = frozenset(
+    {aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.linear.default}
+    | {aten.addmm.default, aten.baddbmm.default, aten.addmv.default, aten.convolution.default}
+)
+
+
+def check_one_dtype(func: Operator, args: PyTree) -> None:
+    """Refuse a product that eager torch refuses.
+
+    Raises:
+        RuntimeError: As torch raises one, with the user's line.
+    """
+    if func not in _PRODUCTS:
+        return
+    dtypes = list(dict.fromkeys(str(arg.dtype) for arg in args if isinstance(arg, torch.Tensor)))
+    if len(dtypes) > 1:
+        raise RuntimeError(
+            f"{current_user_line()}\n{func} must be given tensors of one dtype, as in eager torch; found "
+            f"{' and '.join(dtypes)}. Cast one of them, as in x.to(weight.dtype), or let compute_dtype= or "
+            "torch.autocast do it."
+        )
+
+
+def outline(fn: Callable[[], Any]) -> tuple[Any, str]:
+    """What a torch function would give in the capture under way, on fakes of its own; no graph is written.
+
+    Returns:
+        What it returned, and why only PyTorch itself can run it: what it does besides that; empty if nothing.
+    """
+    needs_grad = torch.is_grad_enabled()
+
+    def run() -> tuple[Any, str]:
+        with torch.set_grad_enabled(needs_grad):
+            result = fn()
+        capture_mode = current_mode()
+        assert capture_mode is not None
+        given = [fake for fake, _ in capture_mode.standins()]
+        results = tensors_in(result)
+        if any(fake._version for fake in given):
+            return (result, "writes in place to a tensor that it is given or reaches")
+        memory = {fake.untyped_storage()._cdata for fake in given}
+        if not all(map(capture_mode.is_of_capture, results)) or any(
+            r.untyped_storage()._cdata in memory for r in results
+        ):
+            return (result, "returns a tensor that it is given, or a view of one")
+        return (result, "")
+
+    found, flags = rehearse(run)
+    add_modules(flags)  # the capture depends on those that ran
+    return found

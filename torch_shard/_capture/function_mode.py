@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture.autocast import SharedCast, cast_once, widened
-from torch_shard._capture.calls import current_watcher
+from torch_shard._capture.calls import calls_seen
 from torch_shard._capture.guards import ModuleFlags
-from torch_shard._capture.module_paths import annotated
 from torch_shard._capture.provenance import current_user_line
 from torch_shard._capture.side_effects import SideEffects
 from torch_shard._common.overrides import FUNCTIONS
@@ -82,13 +82,8 @@ class CaptureMode(TorchFunctionMode):
             _INNERMOST.capture_mode is not self or func in _ABOUT
         ):  # a capture inside of a capture, or no use of the values
             return func(*args, **(kwargs or {}))
-        watcher = current_watcher()
-        paused = watcher is not None and watcher.pause()
-        try:
+        with calls_seen(False):
             return self._called(func, args, kwargs)
-        finally:
-            if watcher is not None and paused:
-                watcher.resume()
 
     def _called(self, func: Callable, args: PyTree, kwargs: PyTree) -> PyTree:
         if func == _DEVICE and not self.is_of_capture(args[0]):
@@ -358,3 +353,13 @@ def repeating() -> Iterator[None]:
 def is_repeating() -> bool:
     """Tell whether another program runs what is being captured."""
     return _INNERMOST.repeats
+
+
+def notes_kept() -> contextlib.AbstractContextManager[None]:
+    """Let nodes keep what is noted about them."""
+    return fx_traceback.preserve_node_meta()
+
+
+def annotated(**notes: str) -> contextlib.AbstractContextManager[None]:
+    """Make notes on the nodes made within."""
+    return fx_traceback.annotate(dict(notes))

@@ -1,7 +1,6 @@
 """Generators of Python and NumPy that a callable draws from: a program would repeat what it drew."""
 
 import contextlib
-import functools
 import gc
 import random
 import sys
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 
 from torch_shard._capture.provenance import describe, is_own_file, is_user_file
+from torch_shard._capture.reads import named_in
 
 _KINDS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 
@@ -65,17 +65,11 @@ def _held_by(value: Any) -> Iterator[object]:
     if isinstance(value, types.FunctionType):
         yield from (value.__closure__, value.__defaults__, value.__kwdefaults__)
         if is_own_file(value.__code__.co_filename):
-            yield from (value.__globals__.get(name) for name in _names_of(value.__code__))
+            yield from (value.__globals__.get(name) for name in named_in(value.__code__))
     elif not isinstance(value, _KINDS):
         yield from (held for held in gc.get_referents(value) if not isinstance(held, type))
         for cls in type(value).__mro__[:-1]:
             yield from (method for method in vars(cls).values() if isinstance(method, types.FunctionType))
-
-
-@functools.cache
-def _names_of(code: types.CodeType) -> frozenset[str]:
-    inner = (_names_of(const) for const in code.co_consts if isinstance(const, types.CodeType))
-    return frozenset(code.co_names).union(*inner)
 
 
 def _line_that_changes(states: Callable[[], object], run: Callable[[], object]) -> str | None:

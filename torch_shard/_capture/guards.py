@@ -4,12 +4,10 @@ These are the training flags of modules (`flags_hold`), and values that are read
 user's own functions have read (`reads`), and the plain attributes of modules (`module_roots`).
 """
 
-import functools
-import inspect
+import sys
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any
+from collections.abc import Hashable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -23,11 +21,8 @@ from torch_shard._capture.walk import (
     Names,
     Root,
     Walk,
-    attribute_of,
     first_difference,
-    instance_dict,
 )
-from torch_shard._common.metric_kinds import is_metric
 
 
 class Guard:
@@ -97,6 +92,18 @@ class Guard:
         return tuple(dict.fromkeys(numbers))
 
 
+def metric_kinds() -> tuple[type, ...]:
+    """The classes whose instances gather values over calls."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    found = (getattr(torchmetrics, name, None) for name in ("Metric", "MetricCollection"))
+    return tuple(kind for kind in found if isinstance(kind, type))
+
+
+def is_metric(value: object) -> bool:
+    """Tell whether a value is such an object, whose state is no part of a program."""
+    return isinstance(value, metric_kinds())
+
+
 def module_roots(modules: Iterable[tuple[str, nn.Module]], own: nn.Module) -> Iterator[Root]:
     """The plain attributes, functions and tensors of modules, their submodules and hooks."""
     inputs = set(map(id, own.modules()))
@@ -127,50 +134,17 @@ def _is_setting(value: object) -> bool:
     return isinstance(value, kinds) or is_plain(value) or is_record(value)
 
 
-def _of_function(fn: object) -> Iterator[tuple[str, Any, Any]]:
-    """Name, owner and key of each value that a function names, as of a `Root`."""
-    if isinstance(fn, functools.partial):
-        yield "an argument of functools.partial", None, (fn.args, fn.keywords)
-        yield from _of_function(fn.func)
-    elif isinstance(fn, types.MethodType):
-        if not isinstance(fn.__self__, nn.Module):
-            yield from _of_object(fn.__self__, fn.__func__)
-        yield from _of_function(fn.__func__)
-    elif isinstance(fn, types.FunctionType):
-        for part in ("__defaults__", "__kwdefaults__"):
-            yield f"a default of {fn.__name__}()", fn, part
-        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            yield name, cell, "cell_contents"
-        for name in fn.__code__.co_names:
-            if name in fn.__globals__:
-                yield name, fn.__globals__, name
-    elif not isinstance(fn, nn.Module):
-        yield from _of_object(fn, type(fn).__call__)
-
-
-def _of_object(owner: object, method: object) -> Iterator[tuple[str, Any, Any]]:
-    """The attributes that a method names."""
-    for name in getattr(getattr(method, "__code__", None), "co_names", ()):
-        if name in instance_dict(owner):
-            yield f"{type(owner).__name__}.{name}", vars(owner), name
-
-
-def read_by(fn: Any) -> tuple[Hashable, ...]:
+def read_by(fn: types.FunctionType) -> tuple[Hashable, ...]:
     """Now, the plain values that a function reads from outside, also as attributes of what it names."""
     names = frozenset(fn.__code__.co_names)
     walk = Walk(None, functions=False)
-    for name, owner, key in _of_function(fn):
-        walk.root(Root(name, owner, key, names))
+    walk.root(Root(fn.__name__, None, fn, names))
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        walk.root(Root(name, cell, "cell_contents", names))
+    for name in fn.__code__.co_names:
+        if name in fn.__globals__:
+            walk.root(Root(name, fn.__globals__, name, names))
     return tuple(walk.values)
-
-
-def reached_by(model: nn.Module, loss_fn: Callable[..., object]) -> Iterator[tuple[str, object]]:
-    """Values that a loss function and the forward methods of a model read from outside, with their names."""
-    forwards = dict.fromkeys(inspect.getattr_static(type(module), "forward") for module in model.modules())
-    for fn in (loss_fn, *(forward for forward in forwards if isinstance(forward, types.FunctionType))):
-        for name, owner, key in _of_function(fn):
-            value = key if owner is None else owner.get(key) if isinstance(owner, dict) else attribute_of(owner, key)
-            yield name, value
 
 
 ModuleFlags = tuple[tuple[weakref.ref[nn.Module], bool], ...]

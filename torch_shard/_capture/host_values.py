@@ -4,7 +4,6 @@ A program is made for what came out at its capture. Numbers and lengths must com
 needed. Tensors of indices, of which only the lengths count, are inputs of the program.
 """
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -13,9 +12,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as torch_pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_shard._capture.constants import bits_of, is_opaque, traced_storages, writes
+from torch_shard._capture.constants import bits_of, in_eager_torch, is_opaque, traced_storages, writes
 from torch_shard._common.fx import fill_in, is_random
 from torch_shard._common.types import PyTree
 
@@ -103,7 +101,7 @@ class Question:
         leaves = torch_pytree.tree_leaves(answer)
         if self.given is not None:
             return tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        with _in_eager_torch():
+        with in_eager_torch():
             return tuple(bits_of(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
 
     def fits(self, answer: PyTree) -> bool:
@@ -178,7 +176,7 @@ class HostPart:
         """A tensor of the shape of one whose value does not matter."""
         copied, fake = self._graph.placeholder(f"like_{node.name}"), node.meta["val"]
         if all(isinstance(size, int) for size in fake.shape):
-            with _in_eager_torch():
+            with in_eager_torch():
                 self._literals[copied] = torch.zeros((), dtype=fake.dtype).expand(fake.shape)
         else:
             self.is_known = False
@@ -225,12 +223,12 @@ class HostPart:
 
     def read(self, inputs: HostInputs) -> dict[Node, torch.Tensor]:
         """The values of its sources now."""
-        with _in_eager_torch():
+        with in_eager_torch():
             return {node: inputs.read(source) for node, source in self.sources.items()}
 
     def answer(self, inputs: HostInputs) -> PyTree:
         """The answer to its only question."""
-        with _in_eager_torch():
+        with in_eager_torch():
             return next(answer for _, answer in self._answers(self.read(inputs)))
 
     @property
@@ -264,14 +262,14 @@ class HostPart:
             env = {node: value.clone() for node, value in env.items()}
         for step in self._steps:
             if isinstance(step, Question):
-                with _in_eager_torch():
+                with in_eager_torch():
                     env[step] = _call(*step.call, env)
                 yield step, env[step]
             elif step in self._results:
                 number, at = self._results[step]
                 env[step] = torch_pytree.tree_leaves(env[self._questions[number]])[at]
             elif step.op == "call_function":
-                with _in_eager_torch():
+                with in_eager_torch():
                     env[step] = _call(step.target, step.args, step.kwargs, env)
 
     def _mismatch(self, question: Question, now: PyTree, inputs: HostInputs) -> Mismatch:
@@ -302,12 +300,6 @@ def _leading_to(graph: Graph, questions: Sequence[Question]) -> list[Node | Ques
             steps.append(node)
             want([] if node.target in _OF_SHAPES else node.all_input_nodes)
     return steps[::-1]
-
-
-@contextlib.contextmanager
-def _in_eager_torch() -> Iterator[None]:
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast():
-        yield
 
 
 def _call(function: Any, args: PyTree, kwargs: PyTree, env: Mapping[Any, Any]) -> Any:

@@ -4,83 +4,21 @@ Each is replaced only while its source is, to the letter, one that was read here
 refused where it asks.
 """
 
-import contextlib
-import fnmatch
-import functools
-import hashlib
-import inspect
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from types import CodeType
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_shard._capture.calls import current_watcher
-from torch_shard._common.patching import patched
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-_METRIC = "pytorch_metric_learning"
-
-_REPLACEMENTS: list[tuple[str, str, str, Callable[..., Any]]] = []
+from torch_shard._common.overrides import instead_of_attribute
 
 
-def instead_of_source(module: str, name: str, digest: str) -> Callable[[F], F]:
-    """Let a capture call the decorated function, which is given the original first.
-
-    Args:
-        module: Of the library, or a glob; those that have been imported.
-        name: Of the function there, or of `Class.method`, where the class may be a glob.
-        digest: The first digits of the SHA-256 of its source.
-    """
-    return lambda fn: _REPLACEMENTS.append((module, name, digest, fn)) or fn
-
-
-@contextlib.contextmanager
-def libraries_in_plain_operators() -> Iterator[None]:
-    """Run the libraries that have been imported so within."""
-    with contextlib.ExitStack() as stack:
-        for module, path, digest, fn in _REPLACEMENTS:
-            owner, _, name = path.rpartition(".")
-            for held in _holders(module, owner):
-                if name in vars(held):
-                    stack.enter_context(patched(held, name, lambda original, of=(digest, fn): _replaced(original, *of)))
-        yield
-
-
-def _holders(module: str, owner: str) -> list[Any]:
-    """Modules that have been imported, or classes in them."""
-    names = [name for name in sys.modules if fnmatch.fnmatchcase(name, module)] if "*" in module else [module]
-    held = [found for name in names if (found := sys.modules.get(name)) is not None]
-    if not owner:
-        return held
-    classes = (value for found in held for key, value in vars(found).items() if fnmatch.fnmatchcase(key, owner))
-    return [cls for cls in {id(cls): cls for cls in classes}.values() if isinstance(cls, type)]
-
-
-def _replaced(original: Any, digest: str, fn: Callable[..., Any]) -> Any:
-    code = getattr(original, "__code__", None)  # that of a wrapper is its own
-    try:
-        source = inspect.getsource(code) if isinstance(code, CodeType) else ""
-    except OSError:
-        return original
-    if code is None or not hashlib.sha256(source.encode()).hexdigest().startswith(digest):
-        return original
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if (watcher := current_watcher()) is not None:
-            watcher.note(code)  # a program is for the attributes that it reads, too
-        return fn(original, *args, **kwargs)
-
-    return call
-
-
-@instead_of_source(f"{_METRIC}.reducers.threshold_reducer", "ThresholdReducer.element_reduction_helper", "691b923c")
+@instead_of_attribute(
+    "pytorch_metric_learning.reducers.threshold_reducer.ThresholdReducer", "element_reduction_helper", "691b923c"
+)
 def _mean_within(original: Callable[..., Any], reducer: Any, losses: torch.Tensor, embeddings: torch.Tensor) -> Any:
     """The mean of the losses between two bounds, if there are any; its own counts them in Python."""
     if reducer.collect_stats:
@@ -93,9 +31,9 @@ def _mean_within(original: Callable[..., Any], reducer: Any, losses: torch.Tenso
     return torch.where(number > 0, mean.to(losses.dtype), reducer.zero_loss(embeddings))
 
 
-@instead_of_source("torchmetrics.functional.regression.pearson", "_pearson_corrcoef_compute", "31b296f2")
-@instead_of_source("torchmetrics.functional.regression.concordance", "_pearson_corrcoef_compute", "31b296f2")
-@instead_of_source("torchmetrics.regression.pearson", "_pearson_corrcoef_compute", "31b296f2")
+@instead_of_attribute("torchmetrics.functional.regression.pearson", "_pearson_corrcoef_compute", "31b296f2")
+@instead_of_attribute("torchmetrics.functional.regression.concordance", "_pearson_corrcoef_compute", "31b296f2")
+@instead_of_attribute("torchmetrics.regression.pearson", "_pearson_corrcoef_compute", "31b296f2")
 def _pearson(original: Callable[..., Any], *sums: torch.Tensor) -> torch.Tensor:
     """The correlation of each output, NaN where one side hardly varies; its own asks whether there is any other."""
     max_x, max_y, var_x, var_y, cov, number = sums
@@ -109,7 +47,7 @@ def _pearson(original: Callable[..., Any], *sums: torch.Tensor) -> torch.Tensor:
     return torch.where(valid, found.to(cov.dtype), torch.nan).clamp(-1.0, 1.0).squeeze()
 
 
-@instead_of_source("linear_operator.utils.cholesky", "_psd_safe_cholesky", "f5912ae8")
+@instead_of_attribute("linear_operator.utils.cholesky", "_psd_safe_cholesky", "f5912ae8")
 def _safe_cholesky(
     original: Callable[..., Any],
     A: torch.Tensor,
@@ -142,7 +80,7 @@ def _safe_cholesky(
     return torch.linalg.cholesky_ex(A + amount[..., None, None] * identity).L
 
 
-@instead_of_source("transformers.models.*", "*DropPath.forward", "b450dbf4")
+@instead_of_attribute("transformers.models.*.*DropPath", "forward", "b450dbf4")
 def _drop_path(original: Callable[..., Any], module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """Its own, but with a rate that layers may have each of their own and still be one program."""
     if module.drop_prob == 0.0 or not module.training:

@@ -10,7 +10,7 @@ from torch._decomp import core_aten_decompositions, decomposition_table
 from torch.fx import Node
 from torch.utils import _pytree as torch_pytree
 
-from torch_shard._capture.constants import traced_storages, writes, written_by
+from torch_shard._capture.constants import tensors_in, traced_storages, writes, written_by
 from torch_shard._capture.ragged_rules import has_rule
 from torch_shard._common.fx import is_random
 from torch_shard._common.types import Operator, PyTree
@@ -155,7 +155,7 @@ def rules_for_selections() -> dict[Operator, Callable[..., PyTree]]:
 
 
 def _if_selected(rule: Callable[..., PyTree], *args: Any, **kwargs: Any) -> PyTree:
-    tensors = [t for t in torch_pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    tensors = tensors_in((args, kwargs))
     if not any(isinstance(size, torch.SymInt) for t in tensors for size in t.shape):
         return NotImplemented
     return rule(*args, **kwargs)

@@ -6,8 +6,7 @@ from collections.abc import Hashable
 import torch
 from torch.fx import Node
 
-from torch_shard._capture.constants import Constants, bits_of
-from torch_shard._capture.inputs import is_literal
+from torch_shard._capture.constants import Constants, bits_of, is_literal
 from torch_shard._capture.trace import Captured
 from torch_shard._common.fx import args_of, fill_in, is_random
 

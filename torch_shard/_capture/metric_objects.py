@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture.function_mode import current_mode
+from torch_shard._capture.guards import metric_kinds
 from torch_shard._capture.provenance import current_user_line
-from torch_shard._common.metric_kinds import metric_kinds
 from torch_shard._common.patching import patched
 
 _LATER = ("compute", "reset", "merge_state", "state_dict", "load_state_dict")

@@ -1,12 +1,18 @@
-"""The line of the user's code that an error is about."""
+"""The line of the user's code that an error is about, and errors that end with it, without frames of machinery."""
 
+import contextlib
 import importlib.util
+import logging
 import os
 import pathlib
 import sys
 import sysconfig
 import traceback
-from types import FrameType
+from collections.abc import Callable, Generator
+from types import FrameType, TracebackType
+
+import torch
+from torch import nn
 
 _HERE = pathlib.Path(__file__).parent.parent
 
@@ -14,17 +20,16 @@ _BELOW = ("torch", "jax", "numpy")
 _FOLDERS = [_HERE, *(pathlib.Path(str(importlib.util.find_spec(name).origin)).parent for name in _BELOW)]  # pyright: ignore
 _LIBRARIES = ("<", *(f"{folder}{os.sep}" for folder in _FOLDERS))
 _OF_PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
-_INSTALLED = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"  # may lie within Python's own folder
+INSTALLED = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"  # may lie within Python's own folder
 
 
-_TORCH = pathlib.Path(str(importlib.util.find_spec("torch").origin)).parent  # pyright: ignore
 _LAYERS = ("fx", "_subclasses", "_dynamo", "_compile.py", "_ops.py", "overrides.py", "utils")
-_MACHINERY = (*(str(_TORCH / layer) for layer in _LAYERS), str(_HERE))
+_MACHINERY = (*(str(_FOLDERS[1] / layer) for layer in _LAYERS), str(_HERE))
 
 
 def is_user_file(filename: str) -> bool:
     """Tell whether a file belongs neither to this package nor to Python and the libraries that it stands on."""
-    is_python = filename.startswith(_OF_PYTHON) and not any(folder in filename for folder in _INSTALLED)
+    is_python = filename.startswith(_OF_PYTHON) and not any(folder in filename for folder in INSTALLED)
     return not is_python and not filename.startswith(_LIBRARIES)
 
 
@@ -44,7 +49,7 @@ def is_own_file(filename: str) -> bool:
     if filename.startswith(tuple(_OWN_PACKAGES)):
         return True
     typed = filename.startswith("<") and not filename.startswith("<frozen")
-    return typed or (is_user_file(filename) and not any(folder in filename for folder in _INSTALLED))
+    return typed or (is_user_file(filename) and not any(folder in filename for folder in INSTALLED))
 
 
 def user_frame(error: BaseException) -> str:
@@ -74,3 +79,69 @@ def asking_frame() -> FrameType | None:
     while frame is not None and frame.f_code.co_filename.startswith(_MACHINERY):
         frame = frame.f_back
     return frame
+
+
+_PACKAGE = "torch_shard"
+_FAKE_TENSORS = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+@contextlib.contextmanager
+def torchs_log_silent() -> Generator[None, None, None]:
+    """Without PyTorch's log of an operator that refuses its inputs, which raises the error as well."""
+    _FAKE_TENSORS.addFilter(_is_no_traceback)
+    try:
+        yield
+    finally:
+        _FAKE_TENSORS.removeFilter(_is_no_traceback)
+
+
+def _is_no_traceback(record: logging.LogRecord) -> bool:
+    return record.exc_info is None
+
+
+def end_at_the_users_line(error: Exception, path: Callable[[nn.Module], str]) -> None:
+    """Let an error say in which line of the user's code and in which module it came up."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    lines = [s for s in traceback.extract_tb(error.__traceback__) if is_user_file(s.filename)]
+    if not lines or _is_of_the_package(frames[-1]):
+        return
+    if isinstance(error, TypeError) and "FakeTensor" in str(error) and "abstract array" in str(error):  # JAX's
+        error.add_note("JAX was given a torch tensor. Within torch code, ts.call_jax(function, *args) calls JAX.")
+    module = next((found for frame in reversed(frames) if (found := _module_called(frame)) is not None), None)
+    at = "" if module is None else f'In "{path(module[0])}", {_kind(module[0])}, given {_shapes(module[1])}: '
+    error.add_note(f"{at}{describe(lines[-1])}")
+
+
+def _is_of_the_package(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == _PACKAGE
+
+
+def _module_called(frame: FrameType) -> tuple[nn.Module, tuple[object, ...]] | None:
+    """The module that a frame calls, with its arguments."""
+    if frame.f_code is not nn.Module._call_impl.__code__:  # pyright: ignore[reportPrivateUsage]
+        return None
+    return frame.f_locals["self"], (*frame.f_locals["args"], *frame.f_locals["kwargs"].values())
+
+
+def _kind(module: nn.Module) -> str:
+    extra = module.extra_repr()
+    return f"{type(module).__name__}({extra})" if len(extra) < 100 else type(module).__name__
+
+
+def _shapes(args: tuple[object, ...]) -> str:
+    shown = (str(tuple(a.shape)) if isinstance(a, torch.Tensor) else type(a).__name__ for a in args)
+    return ", ".join(shown) or "nothing"
+
+
+def leave_users_frames(error: Exception) -> None:
+    """Leave of a traceback the entries that lie in the user's files; of an error of the package itself, all."""
+    entries, tb = list[TracebackType](), error.__traceback__
+    while tb is not None:
+        entries.append(tb)
+        tb = tb.tb_next
+    found: TracebackType | None = None
+    for entry in reversed(entries):
+        if is_user_file(entry.tb_frame.f_code.co_filename):
+            found = TracebackType(found, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    if found is not None and not _is_of_the_package(entries[-1].tb_frame):
+        error.__traceback__ = found

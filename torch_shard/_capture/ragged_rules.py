@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,14 +107,33 @@ def _only_ragged(shape: Sequence[Any]) -> int:
     return found[0]
 
 
-def _reduction(fill: Any) -> Rule:
-    """Places that do not count are filled with a number that changes nothing."""
+Dims = Callable[[tuple], Sequence[int] | None]
+"""The dims of an argument along which an operator joins elements, given all arguments; None for all dims."""
 
-    def rule(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
+
+def _filled(dims: Mapping[int, Dims], *, fill: Any = 0, known: bool = False) -> Rule:
+    """As it is, with a number that changes nothing where places of some arguments do not count.
+
+    Args:
+        dims: Which arguments, and along which dims they are filled.
+        fill: The number.
+        known: Whether the dim that the second argument says must have a known size in the first.
+    """
+
+    def rule(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> Any:
         target: Any = node.target
-        return target(run.filled(args_of(node)[0], _reduced(args), fill), *args[1:], **kwargs)
+        if known:
+            _require_known(args_of(node)[0], args[1])
+        given = list(args)
+        for position, along in dims.items():
+            given[position] = run.filled(args_of(node)[position], along(args), fill)
+        return target(*given, **kwargs)
 
     return rule
+
+
+def _all_dims(args: tuple) -> None:
+    """Along whichever dim."""
 
 
 def _reduced(args: tuple) -> list[int] | None:
@@ -138,19 +157,10 @@ def _wide(value: _T) -> torch.dtype:
 
 
 def _norm(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
-    target: Any = node.target
     dims = args[2] if len(args) > 2 else None
     if len(args) > 1 and not 0 < args[1] < math.inf:
         _require_known(args_of(node)[0], dims)
-    return target(run.filled(args_of(node)[0], dims), *args[1:], **kwargs)
-
-
-def _product(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
-    """Sums of products: zeros on both sides, as a number times what means nothing may be no number."""
-    target: Any = node.target
-    left, right = args_of(node)[-2:]
-    summed = run.filled(left, [-1]), run.filled(right, [-2 if right.meta["val"].ndim > 1 else 0])
-    return target(*args[:-2], *summed, **kwargs)
+    return _filled({0: lambda _: dims})(run, node, args, kwargs)
 
 
 def _index(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
@@ -249,27 +259,10 @@ def _gather(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
     return torch.gather(args[0], dim, run.filled(index))
 
 
-def _embedding(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
-    return aten.embedding(args[0], run.filled(args_of(node)[1]), *args[2:], **kwargs)
-
-
 def _embedding_backward(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
-    grad, index = args_of(node)[:2]
     if args[4]:
         raise UnknownSizeError("an embedding whose gradient is scaled by frequency")
-    return aten.embedding_dense_backward(run.filled(grad), run.filled(index), *args[2:], **kwargs)
-
-
-def _index_select(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
-    _require_known(args_of(node)[0], args[1])
-    return aten.index_select(args[0], args[1], run.filled(args_of(node)[2]))
-
-
-def _index_add(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
-    target: Any = node.target
-    source, dim, index, values = args_of(node)
-    _require_known(source, dim)
-    return target(args[0], dim, run.filled(index), run.filled(values, [dim]), **kwargs)
+    return _filled({0: _all_dims, 1: _all_dims})(run, node, args, kwargs)
 
 
 def _scatter(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
@@ -380,21 +373,23 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("ones", "empty", "new_empty", "empty_like", "stack"), _sized),
     **dict.fromkeys(("view", "_unsafe_view", "reshape"), _view),
     **{name: _along(position, default) for name, (position, default) in _ALONG_DIMS.items()},
-    **dict.fromkeys(("sum", "any"), _reduction(0)),
-    "all": _reduction(True),
+    **dict.fromkeys(("sum", "any"), _filled({0: _reduced})),
+    "all": _filled({0: _reduced}, fill=True),
     "mean": _mean,
     "linalg_vector_norm": _norm,
-    **dict.fromkeys(("mm", "bmm", "addmm", "dot", "mv"), _product),
+    # zeros on both sides, as a number times what means nothing may be no number
+    **dict.fromkeys(("mm", "bmm", "addmm"), _filled({-2: lambda _: [-1], -1: lambda _: [-2]})),
+    **dict.fromkeys(("dot", "mv"), _filled({0: lambda _: [-1], 1: lambda _: [0]})),
     "index": _index,
     "nonzero": _nonzero,
     "arange": _arange,
     **dict.fromkeys(("index_put", "index_put_", "_unsafe_index_put"), _index_put),
     "masked_scatter": _masked_scatter,
     "gather": _gather,
-    "embedding": _embedding,
+    "embedding": _filled({1: _all_dims}),
     "embedding_dense_backward": _embedding_backward,
-    "index_select": _index_select,
-    **dict.fromkeys(("index_add", "index_add_"), _index_add),
+    "index_select": _filled({2: _all_dims}, known=True),
+    **dict.fromkeys(("index_add", "index_add_"), _filled({2: _all_dims, 3: lambda args: [args[1]]}, known=True)),
     **dict.fromkeys(("scatter", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"), _scatter),
     "cat": _cat,
     "slice": _slice,

@@ -1,22 +1,22 @@
 """Functions and modules of torch in plain operators, where a trace cannot follow PyTorch's own way."""
 
-import contextlib
+import dataclasses
 import functools
 import inspect
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn import _reduction
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture.checks import lengths_compared
+from torch_shard._capture.data_dependence import current_values
 from torch_shard._capture.function_mode import current_mode
 from torch_shard._capture.provenance import asking_frame, current_user_line
 from torch_shard._common.overrides import instead_of, instead_of_attribute
@@ -114,20 +114,6 @@ def trunc_normal_(
         drawn.uniform_(math.erf(low / math.sqrt(2)), math.erf(high / math.sqrt(2)), generator=generator)
         drawn.clamp_(-_NEXT_TO_ONE, _NEXT_TO_ONE).erfinv_()
         return tensor.copy_(drawn.mul_(std * math.sqrt(2)).add_(mean).clamp_(min=a, max=b))
-
-
-@instead_of_attribute(torch.nn.init, "sparse_")
-def sparse_(
-    tensor: torch.Tensor, sparsity: float, std: float = 0.01, generator: torch.Generator | None = None
-) -> torch.Tensor:
-    """Normal numbers with the same share of zeros in each column; PyTorch's goes through the columns one by one."""
-    if tensor.ndim != 2:
-        raise ValueError("Only tensors with 2 dimensions are supported")
-    num_zeros = math.ceil(sparsity * tensor.shape[0])
-    with torch.no_grad():
-        ranks = torch.rand(tensor.shape).argsort(0).argsort(0)
-        tensor.normal_(0, std, generator=generator)
-        return tensor.masked_fill_(ranks < num_zeros, 0)
 
 
 @instead_of(torch.Tensor.random_)
@@ -284,45 +270,57 @@ def do_nothing(*args: object, **kwargs: object) -> None:
     """The end of a profiler's range; which kernels attention may use, where ours has none of PyTorch's."""
 
 
-@contextlib.contextmanager
-def cumulative_batch_norms() -> Iterator[None]:
-    """Run them within on tensors alone.
-
-    Such a norm keeps the plain mean of all its batches: after batch n, `(1 - 1/n) * old + 1/n * new`. With momentum 1
-    its forward leaves `new` in the buffers, and the mean is taken after it.
-    """
-    before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def enter(module: nn.Module, args: object) -> None:
-        if isinstance(module, _BatchNorm) and module.momentum is None and module.training and _tracks(module):
-            before[id(module)] = _running(module)[0].clone(), _running(module)[1].clone()
-            module.momentum = 1.0
-
-    def leave(module: nn.Module, args: object, output: object) -> None:
-        old = before.pop(id(module), None)
-        if old is None:
-            return
-        module.momentum = None  # pyright: ignore[reportArgumentType]
-        count: Any = module.num_batches_tracked
-        with torch.no_grad():
-            for running, mean in zip(_running(module), old, strict=True):
-                # .data: the norm's backward, which has no use for them, has noted their version
-                running.data.copy_(mean + (running - mean) / count)
-
-    hooks = (
-        nn.modules.module.register_module_forward_pre_hook(enter),
-        nn.modules.module.register_module_forward_hook(leave, always_call=True),
+@instead_of(torch.Tensor.__repr__)
+def describe(tensor: torch.Tensor, *, tensor_contents: object = None) -> str:
+    """The text of a tensor: what is known of it, and a word in the log where that is not its value."""
+    if (values := current_values().known_values([tensor])) is not None:
+        return repr(values[0])
+    logger.warning(
+        "%s\nHere a tensor is made into text, but it has no value while the program is made, which is when this line "
+        "runs, once. To see the value at each step, return it in the metrics.",
+        current_user_line(),
     )
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return f"tensor(..., size={tuple(tensor.shape)}, dtype={tensor.dtype})"
 
 
-def _tracks(module: _BatchNorm) -> bool:
-    return module.running_mean is not None and module.num_batches_tracked is not None
+@instead_of(torch.Tensor.__format__)
+def format_tensor(tensor: torch.Tensor, spec: str) -> str:
+    """The text of a tensor in an f-string: of a number that has a format, it needs the value."""
+    if tensor.ndim == 0 and (spec or current_values().known_values([tensor]) is not None):
+        return format(tensor.item(), spec)
+    return format(describe(tensor), spec)
 
 
-def _running(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return module.running_mean, module.running_var
+@dataclasses.dataclass(frozen=True)
+class RandomState:
+    """Result of `torch.get_rng_state` in a capture: a position in the stream of random numbers."""
+
+    position: int
+
+
+@instead_of_attribute(torch, "get_rng_state")
+def get_rng_state() -> RandomState:
+    """The position of the capture under way."""
+    return RandomState(current_values().position)
+
+
+@instead_of_attribute(torch, "set_rng_state")
+def set_rng_state(state: object) -> None:
+    """Go back to a position, so that what is computed again draws the same numbers."""
+    if not isinstance(state, RandomState):
+        raise NotImplementedError(
+            f"{current_user_line()}\nHere torch.set_rng_state is given a state from outside of the captured function, "
+            "whose stream JAX cannot follow. Take it with torch.get_rng_state within the function."
+        )
+    current_values().position = state.position
+
+
+@instead_of_attribute(torch, "manual_seed")
+@instead_of_attribute(torch, "seed")
+def refuse_seed(*args: object, **kwargs: object) -> object:
+    """`torch.manual_seed` and `torch.seed` in a capture."""
+    raise NotImplementedError(
+        f"{current_user_line()}\nHere torch is seeded within a captured function. The random numbers of a compiled "
+        "program come from its own key (step.init(seed=...), or torch.manual_seed before an adapter is called); to "
+        "draw the same numbers twice, use torch.get_rng_state and torch.set_rng_state within the function."
+    )

@@ -4,6 +4,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import functools
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -161,6 +162,12 @@ class SideEffects:
         """Remember the objects of the user's classes in a value."""
         if depth < 0 or len(self._before) > _MOST:
             return
+        if isinstance(value, functools.partial):
+            value = (value.func, *value.args, value.keywords)
+        elif isinstance(value, types.FunctionType):
+            value = (*(value.__defaults__ or ()), value.__kwdefaults__ or {})
+        elif isinstance(value, types.MethodType) and not isinstance(value.__self__, nn.Module):
+            value = value.__self__
         if type(value) in (*_CONTAINERS, tuple):
             for item in _items(value)[:_MOST]:
                 self._look_into(path, item, depth - 1)

@@ -26,22 +26,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch_shard._capture.autocast import autocast_only
 from torch_shard._capture.autograd_functions import standins_given
 from torch_shard._capture.calls import calls_seen
+from torch_shard._capture.constants import carry_random_places, constants_to_inputs, decomposes_draws, return_writes
 from torch_shard._capture.data_dependence import DataDependence
 from torch_shard._capture.environment import capture_environment, reference_kernels
 from torch_shard._capture.fakes import changes_nothing, empty_like, fakes, node_in, remember, tracer
-from torch_shard._capture.function_mode import CaptureMode, current_mode, is_capturing
+from torch_shard._capture.function_mode import CaptureMode, annotated, current_mode, is_capturing, notes_kept
 from torch_shard._capture.generators import Generators
 from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold
 from torch_shard._capture.host_values import HostPart
-from torch_shard._capture.inputs import carry_random_places, constants_to_inputs, decomposes_draws, return_writes
 from torch_shard._capture.masks import rules_for_selections
-from torch_shard._capture.module_paths import annotated, notes_kept
-from torch_shard._capture.provenance import user_frame
+from torch_shard._capture.provenance import INSTALLED, end_at_the_users_line, torchs_log_silent, user_frame
 from torch_shard._capture.ragged import UnknownSizeError, is_ragged
 from torch_shard._capture.ragged_rules import with_masks
 from torch_shard._capture.side_effects import Change, refuse_new_parameters
 from torch_shard._capture.simplify import simplify, stride_in_order
-from torch_shard._capture.user_errors import end_at_the_users_line, torchs_log_silent
 from torch_shard._common.caller import caller
 from torch_shard._common.fx import check_outputs, outputs_of
 from torch_shard._common.operator_families import STRICT_VIEWS
@@ -53,6 +51,12 @@ aten = torch.ops.aten
 Aux = TypeVar("Aux")
 TensorFn = Callable[..., tuple[Sequence[torch.Tensor], Aux]]
 """A function of tensors alone, to be captured: it returns tensors and other values."""
+
+_OF_MEANS = (
+    *(aten.mse_loss_backward.default, aten.huber_loss_backward.default),
+    *(aten.smooth_l1_loss_backward.default, aten.soft_margin_loss_backward.default),
+)
+"""Gradients of losses that may be means, which PyTorch decomposes."""
 
 Keep = Callable[[torch._ops.OperatorBase, bool], bool]
 
@@ -188,12 +192,10 @@ def _capture(
         aux.append(other)
         return outputs
 
+    table: dict[Any, Any] = {**rules_for_selections(), **OPERATORS}
+    table |= {op: functools.partial(_gradient_of_mean, table.get(op)) for op in _OF_MEANS}
     with _errors_for_users(), reference_kernels(), notes_kept(), enable_python_dispatcher(), mode:
-        with_views = make_fx(
-            traced,
-            decomposition_table=_gradients_of_means({**rules_for_selections(), **OPERATORS}),
-            _allow_non_fake_inputs=True,
-        )(*fakes)
+        with_views = make_fx(traced, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
     if values.refused:
         raise NotImplementedError(values.refused)
     _refuse_swallowed(with_views.graph, values.asked)
@@ -250,29 +252,11 @@ def _decompositions(keep: Keep) -> dict:
     return table | others | {op: functools.partial(_view_of_any_layout, op) for op in STRICT_VIEWS}
 
 
-def _gradients_of_means(table: dict[Any, Any]) -> dict[Any, Any]:
-    """Rules, by which gradients of losses that are means are right of no elements, too."""
-    return table | {
-        op: functools.partial(_gradient_of_mean, table.get(op))
-        for op in decomposition_table
-        if _is_gradient_of_mean(op)
-    }
-
-
-@functools.cache
-def _is_gradient_of_mean(op: Any) -> bool:
-    schema = getattr(op, "_schema", None)
-    return schema is not None and "_backward" in schema.name and "reduction" in {a.name for a in schema.arguments}
-
-
-def _gradient_of_mean(
-    rule: Callable[..., Any] | None, grad: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any
-) -> Any:
+def _gradient_of_mean(rule: Callable[..., Any] | None, grad: torch.Tensor, x: torch.Tensor, *args: Any) -> Any:
     """A gradient by a rule; of no elements, by whose number PyTorch's own would divide, there is nothing to compute."""
-    if not any(type(size) is int and size == 0 for size in x.shape):  # others are known when the program runs
-        return NotImplemented if rule is None else rule(grad, x, *args, **kwargs)
-    given = kwargs.get("grad_input", kwargs.get("out"))
-    return torch.zeros_like(x) if given is None else given
+    if any(type(size) is int and size == 0 for size in x.shape):  # others are known when the program runs
+        return torch.zeros_like(x)
+    return NotImplemented if rule is None else rule(grad, x, *args)
 
 
 def _view_of_any_layout(view: Callable[..., torch.Tensor], x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -302,8 +286,6 @@ _AFTER_A_SELECTION = (
 )
 
 
-_INSTALLED = ("site-packages", "dist-packages")
-
 _INSTEAD = (
     ", but a compiled program is made once for all values. Use torch.where(condition, a, b) instead of `if`, "
     "torch.cond for whole branches, a mask instead of a selection (`(x * mask).sum()` for `x[mask].sum()`), and keep "
@@ -319,7 +301,7 @@ _OF_A_LIBRARY = (
 
 def _instead(place: str) -> str:
     """What to do instead of what stands at a place."""
-    return _INSTEAD + (_OF_A_LIBRARY if any(folder in place.splitlines()[0] for folder in _INSTALLED) else "")
+    return _INSTEAD + (_OF_A_LIBRARY if any(folder in place.splitlines()[0] for folder in INSTALLED) else "")
 
 
 def _refuse_swallowed(graph: torch.fx.Graph, asked: str | None) -> None:

@@ -15,15 +15,10 @@ from jax.typing import ArrayLike
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._common.caller import caller
-from torch_shard._common.dtypes import jax_dtype, torch_dtype
+from torch_shard._common.dtypes import is_of_numpy, jax_dtype, torch_dtype
 from torch_shard._common.types import PyTree
 
 _SCALAR_DTYPES = {float: np.float32, complex: np.complex64}
-
-_OF_NUMPY = frozenset(
-    {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32}
-    | {torch.int64, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128}
-)
 
 _BITS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.int16)}  # dtypes that numpy lacks travel as these
 
@@ -41,14 +36,10 @@ def tensor_to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A CPU tensor as a numpy array of the same dtype; it may alias."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise TypeError(f"A {tensor.layout} tensor cannot move to the jax device; use .to_dense() or .dequantize().")
-    if tensor.dtype in _OF_NUMPY:
+    if is_of_numpy(tensor.dtype):
         return tensor.numpy(force=True)
     dtype = np.dtype(jax_dtype(tensor.dtype))
     return tensor.detach().contiguous().view(_BITS[dtype.itemsize][0]).numpy().view(dtype)
-
-
-def _is_foreign(dtype: np.dtype) -> bool:
-    return dtype.kind == "V" or dtype.name.startswith(("bfloat", "float8"))
 
 
 def narrow(array: np.ndarray, *, rounds: bool = False) -> np.ndarray:
@@ -89,9 +80,9 @@ def _rounded(array: np.ndarray, target: np.dtype) -> np.ndarray:
 def to_host(array: jax.Array) -> torch.Tensor:
     """An ordinary CPU tensor with a copy of the global value."""
     host = np.array(array)
-    if _is_foreign(host.dtype):
-        return torch.from_numpy(host.view(_BITS[host.dtype.itemsize][1])).view(torch_dtype(host.dtype))
-    return torch.from_numpy(host)
+    if is_of_numpy(dtype := torch_dtype(host.dtype)):
+        return torch.from_numpy(host)
+    return torch.from_numpy(host.view(_BITS[host.dtype.itemsize][1])).view(dtype)
 
 
 def struct_of(value: torch.Tensor | jax.ShapeDtypeStruct | ArrayLike) -> jax.ShapeDtypeStruct:

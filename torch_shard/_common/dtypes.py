@@ -5,27 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-_SAME = {
-    torch.bool: jnp.bool_,
-    torch.uint8: jnp.uint8,
-    torch.int8: jnp.int8,
-    torch.int16: jnp.int16,
-    torch.int32: jnp.int32,
-    torch.int64: jnp.int64,
-    torch.uint16: jnp.uint16,
-    torch.uint32: jnp.uint32,
-    torch.uint64: jnp.uint64,
-    torch.float16: jnp.float16,
-    torch.bfloat16: jnp.bfloat16,
-    torch.float32: jnp.float32,
-    torch.float64: jnp.float64,
-    torch.complex64: jnp.complex64,
-    torch.complex128: jnp.complex128,
-    torch.float8_e4m3fn: jnp.float8_e4m3fn,
-    torch.float8_e5m2: jnp.float8_e5m2,
-}
+_NAMES = """
+    uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128
+    float8_e4m3fn float8_e5m2
+""".split()  # noqa: SIM905  (a table)
 
-_TORCH_TO_JAX = {t: np.dtype(j) for t, j in _SAME.items()}
+_TORCH_TO_JAX: dict[torch.dtype, np.dtype] = {
+    torch.bool: np.dtype(bool),
+    **{getattr(torch, name): np.dtype(getattr(jnp, name)) for name in _NAMES},
+}
 
 _JAX_TO_TORCH = {j: t for t, j in _TORCH_TO_JAX.items()}
 
@@ -53,6 +41,11 @@ def torch_dtype(dtype: np.dtype) -> torch.dtype:
     if found is None:
         raise TypeError(f"JAX dtype {dtype} has no torch counterpart; convert the array with .astype(...).")
     return found
+
+
+def is_of_numpy(dtype: torch.dtype) -> bool:
+    """Tell whether NumPy itself has the dtype, and not only the package that adds to its dtypes."""
+    return dtype in _TORCH_TO_JAX and _TORCH_TO_JAX[dtype].isbuiltin == 1
 
 
 def captured_dtype(dtype: np.dtype) -> torch.dtype:

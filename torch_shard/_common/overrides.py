@@ -1,17 +1,20 @@
 """Overrides of PyTorch's own in a capture: by function, by attribute of a class or module, by ATen operator.
 
 The tables are empty here. Whoever has something better to offer fills them with the decorators, so that an operator of
-ours is one file, and the capture, which reads them, knows none of them.
+ours, declared by `captured_op`, is one file, and the capture, which reads them, knows none of them.
 """
 
 # PyTorch's class of operators, and some of its state, have no public names, or annotations in part.
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 
 import collections
+import functools
+import hashlib
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -21,6 +24,7 @@ from torch_shard._common.patching import Owner
 from torch_shard._common.types import Operator
 
 F = TypeVar("F", bound=Callable[..., object])
+Shapes = TypeVar("Shapes", bound=Callable[..., object])
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -33,11 +37,27 @@ class Named(Protocol):
     name: str
 
 
+class Attribute(NamedTuple):
+    """An override of what is found by a name.
+
+    Attributes:
+        owner: The class or module, or the path of a class of a library.
+        name: Of the attribute.
+        call: What is called instead.
+        source: The first digits of the SHA-256 of the only source that is replaced; empty for any.
+    """
+
+    owner: Owner | str
+    name: str
+    call: Callable[..., Any]
+    source: str = ""
+
+
 FUNCTIONS: dict[Callable[..., object], Callable[..., Any]] = {}
 """Overrides of functions of torch, where a torch function mode sees the call."""
 
-ATTRIBUTES: list[tuple[Owner | str, str, Callable[..., Any]]] = []
-"""Overrides of what is not such a function: owner, name, and what is called instead."""
+ATTRIBUTES: list[Attribute] = []
+"""Overrides of what is not such a function."""
 
 OPERATORS: dict[Operator, Callable[..., Any]] = {}
 """Overrides of ATen operators, while the callable is traced."""
@@ -57,14 +77,43 @@ def instead_of(*functions: Callable[..., object]) -> Callable[[F], F]:
     return lambda fn: FUNCTIONS.update(dict.fromkeys(functions, fn)) or fn
 
 
-def instead_of_attribute(owner: Owner | str, name: str) -> Callable[[F], F]:
+def instead_of_attribute(owner: Owner | str, name: str, source: str = "") -> Callable[[F], F]:
     """Let a capture find the decorated function under this name of a class or module.
 
     Args:
-        owner: The class or module; or `module.Class` of a library, if it has been imported and has the attribute.
+        owner: The class or module; or `module`, `module.Class` or a glob of such, of what has been imported and has
+            the attribute.
         name: Of the attribute.
+        source: Of a function of a library, the first digits of the SHA-256 of the source that was read here: another
+            one stays as it is. The decorated function is given the original first.
     """
-    return lambda fn: ATTRIBUTES.append((owner, name, fn)) or fn
+    return lambda fn: ATTRIBUTES.append(Attribute(owner, name, fn, source)) or fn
+
+
+def captured_op(name: str, tags: Sequence[torch.Tag] = ()) -> Callable[[Shapes], Shapes]:
+    """Declare an operator of captures alone, without a kernel.
+
+    The decorated function gives its results on fake tensors; its annotations are the schema.
+    """
+
+    def run(*_: object) -> NoReturn:
+        raise NotImplementedError(f"{name} is only captured, never run")
+
+    def declare(shapes: Shapes) -> Shapes:
+        schema = torch.library.infer_schema(shapes, mutates_args=())
+        torch.library.custom_op(name, run, mutates_args=(), schema=schema, tags=tags).register_fake(shapes)
+        return shapes
+
+    return declare
+
+
+@functools.cache
+def digest_of(code: Any) -> str:
+    """The first digits of the SHA-256 of the source of code; empty if it is not to be had."""
+    try:
+        return hashlib.sha256(inspect.getsource(code).encode()).hexdigest()[:8]
+    except (OSError, TypeError):
+        return ""
 
 
 def instead_of_operator(*operators: Operator) -> Callable[[F], F]:
@@ -97,15 +146,15 @@ def replace_in(table: dict[K, V], entries: Mapping[K, V]) -> Callable[[], None]:
     return undo
 
 
-def attribute_overrides() -> Iterator[tuple[Owner | str, str, Callable[..., Any]]]:
-    """Overrides of what is found by a name: owner, name, and what is called instead."""
+def attribute_overrides() -> Iterator[Attribute]:
+    """Overrides of what is found by a name, wherever it is held."""
     yield from ATTRIBUTES
     by_id = {id(function): own for function, own in HELD.items()}
     for module in cast(list[object], list(sys.modules.values())) if HELD else ():
         if isinstance(module, types.ModuleType):
             for name, value in list(vars(module).items()):
                 if id(value) in by_id:
-                    yield module, name, by_id[id(value)]
+                    yield Attribute(module, name, by_id[id(value)])
 
 
 def is_plain(tensors: Sequence[torch.Tensor]) -> bool:

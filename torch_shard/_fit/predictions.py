@@ -6,7 +6,7 @@ from typing import Any, cast
 import jax
 import torch
 
-from torch_shard._common.metric_kinds import is_metric
+from torch_shard._capture import is_metric
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call
 from torch_shard._device import gather

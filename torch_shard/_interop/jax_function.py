@@ -22,10 +22,9 @@ from torch.fx import has_side_effect
 
 from torch_shard._capture import as_captured, hold, outside_capture
 from torch_shard._common.axes import into_shares, sum_shares, tracked_axes, vary, vjp_of_chosen
-from torch_shard._common.captured_op import captured_op
 from torch_shard._common.dtypes import captured_dtype, jax_dtype
 from torch_shard._common.fx import args_of
-from torch_shard._common.overrides import rewrites
+from torch_shard._common.overrides import captured_op, rewrites
 from torch_shard._device import to_array, wrap_array
 from torch_shard._interop.closure import MoreInputs
 from torch_shard._lowering import Own, lowers

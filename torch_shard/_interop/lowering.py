@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import torch
 from jax.sharding import Mesh
+from torch._library.custom_ops import OPDEFS
 from torch.utils import _pytree as torch_pytree
 
-from torch_shard._capture import as_captured, has_derivative, in_transform, is_composite, writes_or_aliases
+from torch_shard._capture import as_captured, in_transform
 from torch_shard._common.caller import caller, error_prefix, public
 from torch_shard._common.overrides import FUNCTIONS, replace_in
 from torch_shard._common.types import Operator, PyTree
@@ -108,12 +109,12 @@ def _check_operator(op: Operator) -> None:
             f"{caller()}: {name} has a lowering, torch_shard's. To run a function of yours in the place of the torch "
             "function that calls it, use torch_shard.override, as override(torch.nn.functional.gelu)."
         )
-    if is_composite(op):
+    if _is_composite(op):
         raise ValueError(
             f"{caller()}: {name} is a composite (CompositeImplicitAutograd): PyTorch runs what its kernel is written "
             f"in, and no program has it. Give its kernel another dispatch key, or use override(torch.ops.{op})."
         )
-    if writes_or_aliases(op):
+    if _writes_or_aliases(op):
         raise ValueError(
             f"{caller()}: {name} writes to its arguments, or returns a view of one: {op._schema}. Register one that "
             "returns new tensors."
@@ -197,7 +198,7 @@ class _Lowered:
         """The operator in a capture: with JAX's derivative if it has none of its own."""
         tensors = [t for t in torch_pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         needs_grad = torch.is_grad_enabled() and any(as_captured(t).requires_grad for t in tensors)
-        if not needs_grad or has_derivative(self.op) or in_transform():
+        if not needs_grad or _has_derivative(self.op) or in_transform():
             return self.op(*args, **kwargs)
         if self.op in RANDOM:
             raise NotImplementedError(
@@ -224,3 +225,26 @@ def _by_overload(packet: Any) -> Callable[..., PyTree]:
         return run(*args, **kwargs)
 
     return call
+
+
+def _has_derivative(operator: Operator) -> bool:
+    """Tell whether an operator has a formula for its gradients, by `torch.library.register_autograd` or its kernel."""
+    definition = OPDEFS.get(operator.name().removesuffix(".default"))
+    if definition is not None and definition._opoverload is operator:  # which has a kernel that raises, if not
+        return definition._backward_fn is not None
+    return _has_kernel(operator, ("Autograd", "AutogradCPU"))
+
+
+def _is_composite(operator: Operator) -> bool:
+    """Tell whether PyTorch runs an operator as the operators that its kernel is written in, and no graph has it."""
+    return _has_kernel(operator, ("CompositeImplicitAutograd",))
+
+
+def _writes_or_aliases(operator: Operator) -> bool:
+    """Tell whether an operator writes to an argument, or returns a view of one."""
+    schema = operator._schema
+    return schema.is_mutable or any(value.alias_info is not None for value in (*schema.arguments, *schema.returns))
+
+
+def _has_kernel(operator: Operator, keys: Iterable[str]) -> bool:
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key) for key in keys)

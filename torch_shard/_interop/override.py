@@ -20,7 +20,7 @@ from torch.utils import _pytree as torch_pytree
 from torch_shard._capture import current_mode, in_transform, outline, widened, within_operator
 from torch_shard._common.autocast_policy import LOWER, PRODUCTS
 from torch_shard._common.caller import caller, error_prefix, public
-from torch_shard._common.overrides import ATTRIBUTES, FUNCTIONS, HELD, replace_in
+from torch_shard._common.overrides import ATTRIBUTES, FUNCTIONS, HELD, Attribute, replace_in
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._interop.jax_function import like, run_known
@@ -164,7 +164,7 @@ class _Place:
             return instead(*args, **kwargs)
 
         if self.owner is not None:
-            entry = self.owner, self.attribute, call
+            entry = Attribute(self.owner, self.attribute, call)
             ATTRIBUTES.append(entry)
             return lambda: ATTRIBUTES.remove(entry)
         instead.otherwise = FUNCTIONS.get(self.function, self.function)
@@ -230,13 +230,13 @@ class _Override:
         if not is_users or not self._is_wanted(args, kwargs):
             return self._by_torch(*args, **kwargs)
         args, kwargs = _as_autocast_has_them(self.place.function, args, kwargs)
-        by_torch = outline(lambda: self._by_torch(*args, **kwargs))
-        if by_torch.fault:
+        result, fault = outline(lambda: self._by_torch(*args, **kwargs))
+        if fault:
             raise NotImplementedError(
-                f"{self.place.name} {by_torch.fault}, which {self._own.fn} in its place cannot do. Leave such calls to "
+                f"{self.place.name} {fault}, which {self._own.fn} in its place cannot do. Leave such calls to "
                 "torch with override(..., when=...), or put a function in the place of one that returns new tensors."
             )
-        leaves, tree = torch_pytree.tree_flatten(by_torch.result)
+        leaves, tree = torch_pytree.tree_flatten(result)
         wanted = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         values, rounds = self._arguments(args, kwargs), torch.is_autocast_enabled("cpu")
         known, tensors = self._calls.of(values, [*map(like, wanted)], rounds=rounds)

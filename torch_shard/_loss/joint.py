@@ -15,12 +15,10 @@ from torch_shard._capture import (
     Spec,
     TensorFn,
     binding,
+    current_values,
     float16_refused,
-    follow,
     note,
-    reached_by,
     runs_user_backward,
-    specialise,
 )
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import flatten
@@ -91,8 +89,9 @@ class JointLoss:
             given = dict(zip(named, inputs, strict=False))
             batch = inputs[len(named) :]
             if self._host:
-                specialise(self._host, {name: given[name] for name in self._held.buffers if name in given}, batch)
-            note([("", self._model), *reached_by(self._model, self._loss_fn)])
+                buffers = {name: given[name] for name in self._held.buffers if name in given}
+                current_values().specialise(self._host, buffers, batch)
+            note([("", self._model), ("loss_fn", self._loss_fn)])
             with contextlib.ExitStack() as stack:
                 if self.context:
                     stack.enter_context(self.context.active())
@@ -178,7 +177,7 @@ class JointLoss:
                     "program keeps shapes and dtypes. Give the buffer its largest size at first and write to a part."
                 )
         if self._host:
-            follow(now)
+            current_values().follow(now)
         return [now[name] for name in self._held.buffers]
 
     def _gradients(

@@ -21,13 +21,12 @@ from torch_shard._capture import (
     binding,
     capture,
     current_mode,
+    current_values,
     equate,
     leave,
     leaves_behind,
-    num_draws,
     rehearse,
     runs_user_backward,
-    skip_draws,
     unknown_like,
 )
 from torch_shard._lowering import keeps_whole, missing_lowerings
@@ -135,7 +134,7 @@ class LayerCall:
             chosen = list(itertools.compress(chosen, used))
             cotangents.extend(map(unknown_like, chosen))
             given = self._gradients(chosen, cotangents)
-            found[:] = [key, flags, used, list(given), num_draws()]
+            found[:] = [key, flags, used, list(given), current_values().position]
             return [*(r.detach() for r in results), *(g.detach() for g in given.values())], len(results)
 
         try:
@@ -226,7 +225,7 @@ class LayerCall:
             position = at.setdefault(member.bundle, len(arguments) - 1)
             bundles[position] = member.bundle
             places.append((position, member.number))
-        place = skip_draws(region.num_draws)
+        place = current_values().skip_draws(region.num_draws)
         return Call(region, path, place, places, bundles, number, self._around.note), arguments
 
     def results(self, handle: int, region: Region, arguments: list[torch.Tensor]) -> object:

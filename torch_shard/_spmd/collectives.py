@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from torch_shard._capture import drawing_along
+from torch_shard._capture import current_values
 from torch_shard._common.axes import tracked_axes, vary
 from torch_shard._common.random import fold_axes, wrap_seed
 from torch_shard._interop import call_jax
@@ -324,7 +324,7 @@ def fold_in_axis(
         False
     """
     if axis is None:
-        return drawing_along(tuple(sizes_of("fold_in_axis", key)))
+        return current_values().drawing_along(tuple(sizes_of("fold_in_axis", key)))
     axes = tuple(sizes_of("fold_in_axis", axis))
     if not isinstance(key, torch.Tensor) or key.dtype != torch.uint32 or tuple(key.shape) != (2,):
         raise TypeError(

@@ -5,7 +5,7 @@ family; PyTorch decomposes what it can of the rest; torchax's table fills what r
 covers is refused by name. An operator of our own is one file too: declaration, override and lowering.
 """
 
-from torch_shard._lowering.ops import (  # noqa: F401  (they fill the table)
+from torch_shard._lowering.ops import (
     attention,
     attention_written,
     constraints,

@@ -25,8 +25,7 @@ import torch.nn.functional as F
 
 from torch_shard._capture import Seen, annotated, autocast_only, seen_through
 from torch_shard._common.autocast_policy import LOWER
-from torch_shard._common.captured_op import captured_op
-from torch_shard._common.overrides import instead_of, is_plain, is_transformed
+from torch_shard._common.overrides import captured_op, instead_of, is_plain, is_transformed
 from torch_shard._lowering.ops.attention_blocks import LONG, in_blocks, in_blocks_backward
 from torch_shard._lowering.ops.attention_context import Weights, context_for
 from torch_shard._lowering.ops.attention_kernels import kernel_for

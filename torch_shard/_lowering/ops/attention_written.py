@@ -6,17 +6,14 @@ they return besides are computed as they say, and only where somebody uses them.
 """
 
 import functools
-import hashlib
-import inspect
 import sys
-import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from torch_shard._capture import Seen, annotated, as_captured, autocast_only, seen_through
-from torch_shard._common.overrides import instead_of_attribute, is_transformed
+from torch_shard._common.overrides import digest_of, instead_of_attribute, is_transformed
 from torch_shard._lowering.ops.attention import WHY, Form, as_autocast_has_it, attend, refusal
 from torch_shard._lowering.ops.context import gathered
 
@@ -38,17 +35,8 @@ def interface_get(interface: Any, name: str, default: Any = None) -> Any:
     modeling: Any = sys.modules.get("transformers.modeling_utils")
     if found is not default or not isinstance(interface, getattr(modeling, "AttentionInterface", ())):
         return found
-    kind = _kind(found.__code__) if isinstance(found, types.FunctionType) else None
+    kind = _KNOWN.get(digest_of(getattr(found, "__code__", None)))
     return found if kind is None else functools.partial(_attend, found, kind)
-
-
-@functools.cache
-def _kind(code: types.CodeType) -> str | None:
-    try:
-        source = inspect.getsource(code)
-    except OSError:
-        return None
-    return _KNOWN.get(hashlib.sha256(source.encode()).hexdigest()[:8])
 
 
 def _attend(

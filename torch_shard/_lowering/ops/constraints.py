@@ -9,7 +9,7 @@ import jax
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from torch_shard._common.captured_op import captured_op
+from torch_shard._common.overrides import captured_op
 from torch_shard._common.pieces import InPieces
 from torch_shard._lowering.ops.registry import lowers
 from torch_shard._lowering.rows import RowSplit, current_rows, merged

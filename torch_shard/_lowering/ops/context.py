@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torch_shard._common.axes import manual_axes
 from torch_shard._common.caller import caller
-from torch_shard._common.captured_op import captured_op
+from torch_shard._common.overrides import captured_op
 from torch_shard._lowering.ops.registry import lowers
 from torch_shard._lowering.rows import current_rows
 from torch_shard._sharding import Context, constrain_in_steps

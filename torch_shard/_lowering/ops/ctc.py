@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import torch
 
 from torch_shard._common.axes import local_vjp, vary_like
-from torch_shard._common.captured_op import captured_op
-from torch_shard._common.overrides import instead_of
+from torch_shard._common.overrides import captured_op, instead_of
 from torch_shard._lowering.ops.registry import lowers
 
 

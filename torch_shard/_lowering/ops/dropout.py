@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from jax.extend.random import threefry2x32_p
 
-from torch_shard._common.captured_op import captured_op
+from torch_shard._common.overrides import captured_op
 from torch_shard._lowering.ops.registry import lowers
 
 aten = torch.ops.aten

@@ -13,8 +13,6 @@ Shapes: T tokens, K experts of each token, E experts, D model, F inner width of 
 
 import dataclasses
 import functools
-import hashlib
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,8 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torch import nn
 
 from torch_shard._common.axes import manual_axes
-from torch_shard._common.captured_op import captured_op
-from torch_shard._common.overrides import instead_of_attribute, is_transformed
+from torch_shard._common.overrides import captured_op, digest_of, instead_of_attribute, is_transformed
 from torch_shard._common.pieces import InPieces, whole
 from torch_shard._lowering.ops.expert_blocks import Gate, experts_backward, experts_forward, sort_slots
 from torch_shard._lowering.ops.expert_dispatch import Exchange, Sizes, find_exchange, find_route
@@ -179,15 +176,6 @@ def _about(module: Any, moe: Any) -> About | None:
     if interleaved is None or not all(isinstance(number, float | int) for number in numbers):
         return None
     return "clamped", tuple(map(float, numbers)), interleaved, transposed  # pyright: ignore[reportArgumentType]
-
-
-@functools.cache
-def digest_of(code: Any) -> str:
-    """Of a source, its first digits; empty if it is not to be had."""
-    try:
-        return hashlib.sha256(inspect.getsource(code).encode()).hexdigest()[:8]
-    except (OSError, TypeError):
-        return ""
 
 
 def _matrices(module: Any) -> list[torch.Tensor]:

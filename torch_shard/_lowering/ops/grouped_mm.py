@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torch_shard._common.captured_op import captured_op
 from torch_shard._common.dtypes import jax_dtype
-from torch_shard._common.overrides import instead_of, instead_of_operator
+from torch_shard._common.overrides import captured_op, instead_of, instead_of_operator
 from torch_shard._lowering.ops.registry import lowers
 
 aten = torch.ops.aten

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from torch_shard._capture import instead_of_source
-from torch_shard._lowering.ops.experts import NAMES, apply_experts, digest_of, fits, is_hooked
+from torch_shard._common.overrides import digest_of, instead_of_attribute
+from torch_shard._lowering.ops.experts import NAMES, apply_experts, fits, is_hooked
 
 _MODEL, _ROUTER, _EXPERTS = "transformers.models.llama4.modeling_llama4", "1f606d05", "05556746"
 
 
-@instead_of_source(_MODEL, "Llama4TextMoe.forward", "558256dc")
+@instead_of_attribute(f"{_MODEL}.Llama4TextMoe", "forward", "558256dc")
 def mixture(original: Callable[..., Any], moe: Any, hidden_states: torch.Tensor) -> Any:
     """The same, where router and experts are, to the letter, those that were read here."""
     x_TD = hidden_states.reshape(-1, moe.hidden_dim)
@@ -33,7 +33,7 @@ def mixture(original: Callable[..., Any], moe: Any, hidden_states: torch.Tensor)
     return out_TD, logits
 
 
-@instead_of_source(_MODEL, "Llama4TextExperts.forward", _EXPERTS)
+@instead_of_attribute(f"{_MODEL}.Llama4TextExperts", "forward", _EXPERTS)
 def experts(original: Callable[..., Any], module: Any, x: torch.Tensor, ids: torch.Tensor | None = None) -> Any:
     """Of rows with their experts; of rows in the order of all experts, as others give them, as it is."""
     if ids is None:

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import torch
 from torch.fx import Node
 
-from torch_shard._common.captured_op import captured_op
 from torch_shard._common.dtypes import jax_dtype
 from torch_shard._common.fx import args_of, dtype_of, new_before, shape_of
-from torch_shard._common.overrides import rewrites
+from torch_shard._common.overrides import captured_op, rewrites
 from torch_shard._lowering.ops.logits import along, rows_of, source_of, steps_of
 from torch_shard._lowering.ops.registry import lowers
 

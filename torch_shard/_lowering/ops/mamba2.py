@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torch_shard._capture import instead_of_source
-from torch_shard._lowering.ops.experts import digest_of, is_hooked
+from torch_shard._common.overrides import digest_of, instead_of_attribute
+from torch_shard._lowering.ops.experts import is_hooked
 
 _CALLED = {
     "causal_conv1d_fn": "f932149b",
@@ -28,7 +28,7 @@ _CALLED = {
 _LINEAR = nn.Linear.forward
 
 
-@instead_of_source("transformers.models.mamba2.modeling_mamba2", "Mamba2Mixer.forward", "3506f116")
+@instead_of_attribute("transformers.models.mamba2.modeling_mamba2.Mamba2Mixer", "forward", "3506f116")
 def mixer(
     original: Callable[..., Any],
     mixer: Any,

@@ -19,8 +19,7 @@ from torch.utils import _pytree as torch_pytree
 from torch_shard._capture import autocast_only
 from torch_shard._common.autocast_policy import LOWER
 from torch_shard._common.axes import vary_like
-from torch_shard._common.captured_op import captured_op
-from torch_shard._common.overrides import instead_of, is_plain
+from torch_shard._common.overrides import captured_op, instead_of, is_plain
 from torch_shard._common.types import PyTree
 from torch_shard._lowering.ops.packed import Lengths
 from torch_shard._lowering.ops.registry import lowers

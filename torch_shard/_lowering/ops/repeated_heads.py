@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import torch
 from torch.fx import Node
 
-from torch_shard._common.captured_op import captured_op
 from torch_shard._common.fx import args_of, aten_name, call_before, new_before, shape_of, target_of
 from torch_shard._common.operator_families import RESHAPES
-from torch_shard._common.overrides import rewrites
+from torch_shard._common.overrides import captured_op, rewrites
 from torch_shard._lowering.ops.registry import lowers
 
 aten, ours = torch.ops.aten, torch.ops.torch_shard

@@ -12,9 +12,8 @@ import torch
 from torch.fx import Node
 
 from torch_shard._common.axes import manual_axes
-from torch_shard._common.captured_op import captured_op
 from torch_shard._common.fx import args_of, dtype_of, new_before, shape_of
-from torch_shard._common.overrides import rewrites
+from torch_shard._common.overrides import captured_op, rewrites
 from torch_shard._lowering.ops.registry import lowers
 from torch_shard._lowering.rows import RowSplit, current_rows
 
