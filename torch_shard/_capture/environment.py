@@ -95,7 +95,8 @@ def _imported(path: str) -> list[Owner]:
     if path in sys.modules:
         return [sys.modules[path]]
     module, _, name = path.rpartition(".")
-    holders = [sys.modules[found] for found in fnmatch.filter(list(sys.modules), module)]
+    found = fnmatch.filter(list(sys.modules), module) if "*" in module else sys.modules.keys() & {module}
+    holders = map(sys.modules.__getitem__, found)
     classes = (value for held in holders for key, value in vars(held).items() if fnmatch.fnmatchcase(key, name))
     return [*dict.fromkeys(cls for cls in classes if isinstance(cls, type))]
 
