@@ -9,14 +9,3 @@ from torch_shard._cost.fitting import (
 )
 from torch_shard._cost.preview import Preview, preview_of
 from torch_shard._cost.total import costs_of
-
-__all__ = [
-    "Preview",
-    "ProgramMemory",
-    "TooLarge",
-    "compile_or_refuse",
-    "costs_of",
-    "memory_of_program",
-    "partitioner_refusals",
-    "preview_of",
-]

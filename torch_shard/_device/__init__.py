@@ -17,28 +17,3 @@ from torch_shard._device.placement import (
 )
 from torch_shard._device.replay_rng import ReplayRNG
 from torch_shard._device.tensor import JaxTensor, to_array, wrap_array
-
-__all__ = [
-    "BatchLayout",
-    "GatheredLayout",
-    "HostRows",
-    "JaxTensor",
-    "LayoutByPath",
-    "LocalLayout",
-    "ReplayRNG",
-    "data_shard",
-    "disable_globally",
-    "enable_globally",
-    "gather",
-    "jax_device",
-    "place",
-    "put",
-    "put_rows",
-    "refuse_meta",
-    "refuse_wide",
-    "register_device",
-    "to_array",
-    "to_cpu",
-    "to_host_by_name",
-    "wrap_array",
-]

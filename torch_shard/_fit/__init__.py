@@ -7,19 +7,3 @@ from torch_shard._fit.fit import fit
 from torch_shard._fit.lengths import bucket, pack
 from torch_shard._fit.monitors import Profile, Utilization
 from torch_shard._fit.reports import METRICS, read_metrics
-
-__all__ = [
-    "METRICS",
-    "BadStepError",
-    "BestCheckpoint",
-    "Callback",
-    "EarlyStopping",
-    "Profile",
-    "Rows",
-    "Run",
-    "Utilization",
-    "bucket",
-    "fit",
-    "pack",
-    "read_metrics",
-]

@@ -8,24 +8,3 @@ from torch_shard._inspect.proofs import Proof, Proofs
 from torch_shard._inspect.prove import prove
 from torch_shard._inspect.targets import find_proved, find_step, read_file
 from torch_shard._inspect.training import Training
-
-__all__ = [
-    "Drawing",
-    "Explanation",
-    "NanReport",
-    "Proof",
-    "Proofs",
-    "Training",
-    "compare_batches",
-    "compare_with_torch",
-    "explain_capture",
-    "find_nan",
-    "find_proved",
-    "find_step",
-    "prove",
-    "read_bad_batch",
-    "read_file",
-    "replay",
-    "save_bad_batch",
-    "visualize_sharding",
-]

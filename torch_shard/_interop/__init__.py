@@ -8,26 +8,3 @@ from torch_shard._interop.lowering import lowering
 from torch_shard._interop.override import override
 from torch_shard._interop.transforms import jax_checkpoint, jax_grad, jax_jit, jax_value_and_grad
 from torch_shard._interop.views import call_jax, call_torch, jax_view, pure_of, register, torch_view
-
-__all__ = [
-    "CLOSURE",
-    "Kernel",
-    "PerClosure",
-    "Pure",
-    "Reader",
-    "adapt",
-    "call_jax",
-    "call_torch",
-    "debug_print",
-    "jax_checkpoint",
-    "jax_grad",
-    "jax_jit",
-    "jax_value_and_grad",
-    "jax_view",
-    "lowering",
-    "override",
-    "pure_of",
-    "register",
-    "shift",
-    "torch_view",
-]

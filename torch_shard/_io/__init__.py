@@ -6,18 +6,3 @@ from torch_shard._io.export import export_safetensors, export_torch
 from torch_shard._io.integrity import find_damage
 from torch_shard._io.load import load_safetensors, load_torch
 from torch_shard._io.param_groups import like, plain
-
-__all__ = [
-    "FORMATS",
-    "Checkpointer",
-    "convert_weights",
-    "export_safetensors",
-    "export_torch",
-    "find_checkpoint",
-    "find_damage",
-    "inventory",
-    "like",
-    "load_safetensors",
-    "load_torch",
-    "plain",
-]

@@ -11,25 +11,3 @@ from torch_shard._loss.microbatches import Microbatches
 from torch_shard._loss.program import LossProgram
 from torch_shard._loss.result import check_loss_fn, split_loss
 from torch_shard._loss.serving import program_for
-
-__all__ = [
-    "CALLS",
-    "BatchSignature",
-    "HostBuffers",
-    "HostValues",
-    "JointLoss",
-    "LossProgram",
-    "LossShape",
-    "Microbatches",
-    "TakenApart",
-    "array_paths",
-    "capture_with",
-    "check_activations",
-    "check_loss_fn",
-    "flatten_batch",
-    "loss_program",
-    "own_copy",
-    "program_for",
-    "split_loss",
-    "update_objects",
-]

@@ -1,7 +1,3 @@
 """A module's values computed straight on their shards."""
 
 from torch_shard._materialize.materialize import materialize
-
-__all__ = [
-    "materialize",
-]

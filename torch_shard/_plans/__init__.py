@@ -1,5 +1,7 @@
 """Recipes for plans, by what layers are, and the plans of other libraries."""
 
+# pyright: reportUnusedImport=false
+
 from torch_shard._plans.decisions import quietly
 from torch_shard._plans.from_accelerate import from_accelerate
 from torch_shard._plans.from_dtensor import from_dtensor
@@ -7,20 +9,3 @@ from torch_shard._plans.from_hf import from_hf
 from torch_shard._plans.from_logical import from_logical
 from torch_shard._plans.layers import experts_of, layers_of
 from torch_shard._plans.recipes import expert, fsdp, fsdp_tp, hsdp, pipeline, replicated, tp
-
-__all__ = [
-    "expert",
-    "experts_of",
-    "from_accelerate",
-    "from_dtensor",
-    "from_hf",
-    "from_logical",
-    "fsdp",
-    "fsdp_tp",
-    "hsdp",
-    "layers_of",
-    "pipeline",
-    "quietly",
-    "replicated",
-    "tp",
-]

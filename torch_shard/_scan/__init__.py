@@ -20,34 +20,3 @@ from torch_shard._scan.pipeline_run import PipelineRun
 from torch_shard._scan.region import Call
 from torch_shard._scan.siblings import Siblings, stack_layout
 from torch_shard._scan.stages import find_stages
-
-__all__ = [
-    "REMAT",
-    "Bundle",
-    "Call",
-    "CapturedLayers",
-    "GraphInput",
-    "LayerInterceptor",
-    "LayerOptions",
-    "NoPipeline",
-    "Operand",
-    "Order",
-    "Parts",
-    "PipelineRun",
-    "Remat",
-    "RolledLoss",
-    "ScanLayers",
-    "Siblings",
-    "StackRow",
-    "StackRows",
-    "array_of",
-    "capture_layers",
-    "find_stages",
-    "graph_inputs",
-    "names_of",
-    "operands_of",
-    "parts_of",
-    "report",
-    "stack_layout",
-    "take",
-]

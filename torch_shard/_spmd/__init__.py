@@ -17,25 +17,3 @@ from torch_shard._spmd.collectives import (
 from torch_shard._spmd.maps import jax_pmap, jax_shard_map, jax_vmap
 from torch_shard._spmd.replicas import assert_replica_integrity, gather_from_jax_processes, unshard
 from torch_shard._spmd.tpmap import tpmap
-
-__all__ = [
-    "ArgKind",
-    "all_gather",
-    "all_to_all",
-    "assert_replica_integrity",
-    "axis_index",
-    "axis_size",
-    "fold_in_axis",
-    "gather_from_jax_processes",
-    "jax_pmap",
-    "jax_shard_map",
-    "jax_vmap",
-    "pmax",
-    "pmean",
-    "pmin",
-    "ppermute",
-    "psum",
-    "psum_scatter",
-    "tpmap",
-    "unshard",
-]

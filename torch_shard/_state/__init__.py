@@ -3,20 +3,3 @@
 from torch_shard._state.state import KINDS, Optimizers, StateLayout, TrainState, as_arrays, with_key
 from torch_shard._state.state_checks import check_apart, check_names, check_state, refuse_traced
 from torch_shard._state.step_check import check_skip_grad_norm, check_step, global_norm, select_state
-
-__all__ = [
-    "KINDS",
-    "Optimizers",
-    "StateLayout",
-    "TrainState",
-    "as_arrays",
-    "check_apart",
-    "check_names",
-    "check_skip_grad_norm",
-    "check_state",
-    "check_step",
-    "global_norm",
-    "refuse_traced",
-    "select_state",
-    "with_key",
-]

@@ -1,5 +1,7 @@
 """The compiled step: programs, batches on the mesh, the update, the proof against eager torch."""
 
+# pyright: reportUnusedImport=false
+
 from torch_shard._train.apply_step import ApplyFn, ApplyStep
 from torch_shard._train.comparison import (
     ROUNDING,
@@ -23,35 +25,3 @@ from torch_shard._train.placing import HostBatch, ShardedBatch
 from torch_shard._train.replay import ModuleCalls, Replay, cpu_model, numbers_in, tensors_of
 from torch_shard._train.step import Step
 from torch_shard._train.train_step import TrainStep
-
-__all__ = [
-    "ROUNDING",
-    "ApplyFn",
-    "ApplyStep",
-    "Comparison",
-    "Difference",
-    "EvalStep",
-    "HostBatch",
-    "ModuleCalls",
-    "Replay",
-    "ShardedBatch",
-    "Step",
-    "StepOptions",
-    "TrainStep",
-    "Values",
-    "array_of",
-    "compared",
-    "cpu_model",
-    "differences",
-    "in_float64",
-    "losses_in",
-    "make_apply",
-    "make_eval_step",
-    "make_train_step",
-    "numbers_in",
-    "numbers_of",
-    "precision_of",
-    "repeated_in_float64",
-    "tensors_of",
-    "told_apart",
-]

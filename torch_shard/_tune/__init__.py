@@ -2,5 +2,3 @@
 
 from torch_shard._tune.tune import tune
 from torch_shard._tune.tuning import Tuning, load_tuned
-
-__all__ = ["Tuning", "load_tuned", "tune"]
