@@ -214,4 +214,4 @@ def test_optax_has_no_groups_to_keep(tmp_path):
     step = make(optimizer=optax.sgd(0.1))
     with ts.Checkpointer(tmp_path) as checkpointer:
         ts.fit(step, None, DATA, steps=1, checkpointer=checkpointer, progress=False)
-    assert ts.Checkpointer(tmp_path).notes(1) == {"callbacks": {}}
+    assert ts.Checkpointer(tmp_path).notes(1) == {"callbacks": {}, "groups": [], "scheduler": {}}

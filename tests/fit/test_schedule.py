@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,7 +16,6 @@ from torch.optim.lr_scheduler import LambdaLR
 import torch_shard as ts
 from tests.oracles.steps import mean_square, step_of
 from torch_shard._fit.schedule import Schedule
-from torch_shard._io.param_groups import plain_groups, take_groups
 
 DATA = [torch.full((2, 3), float(i)) for i in range(6)]
 
@@ -89,15 +89,14 @@ def test_rates_go_on_from_where_the_scheduler_stands_and_through_a_checkpoint(na
         optimizer.step()
         scheduler.step()
     schedule, found = Schedule(scheduler, "step"), wanted[:ahead]
-    schedule.begin(0, {})
+    schedule.begin(0, {}, optimizer)
     for position in range(6):
         if position == 4:
-            notes, groups = json.loads(json.dumps((schedule.state_dict(), plain_groups(optimizer))))
+            notes = json.loads(json.dumps(schedule.state_dict(optimizer)))
             optimizer, scheduler = objects()
             schedule = Schedule(scheduler, "step")
             (parameter,) = optimizer.param_groups[0]["params"]
-            take_groups(optimizer, groups)
-            schedule.begin(4, notes)
+            schedule.begin(4, notes, optimizer)
             assert optimizer.param_groups[0]["params"][0] is parameter  # of one element, and not a number of the group
         schedule.follow(position + 1)
         if position == 2:
@@ -142,8 +141,26 @@ def test_numbers_of_a_script_give_way_to_those_of_a_checkpoint_and_it_is_said(
     assert "lr 0.5 -> 0.1" in caplog.text
 
 
-def test_a_loop_of_ones_own_goes_on_with_the_rates_of_the_checkpoint(tmp_path: Path) -> None:
-    """As torch does, where the script takes its scheduler back."""
+def test_rates_of_numpy_come_back_and_other_groups_are_refused(tmp_path: Path) -> None:
+    wanted: list[float] = []
+    for steps in (6, 3, 6):
+        _, optimizer, _, step = make()
+        schedule = lrs.MultiplicativeLR(optimizer, lambda _: np.float32(0.8))
+        with ts.Checkpointer(tmp_path / str(bool(wanted))) as checkpointer:
+            ts.fit(step, None, DATA, steps=steps, scheduler=schedule, checkpointer=checkpointer, progress=False)
+        wanted += [float(optimizer.param_groups[0]["lr"])]
+    assert wanted[0] == pytest.approx(wanted[2])
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1, momentum=0.9)
+    step = step_of(model, optimizer=optimizer, mesh=(2, 1))
+    with (
+        ts.Checkpointer(tmp_path / "True") as checkpointer,
+        pytest.raises(ValueError, match="saved with 1 parameter groups, and the optimizer has 2"),
+    ):
+        ts.fit(step, None, DATA, steps=7, checkpointer=checkpointer, progress=False)
+
+
+def test_a_loop_of_ones_own_goes_on_as_its_guide_says(tmp_path: Path) -> None:
     for steps in (2, 4):
         _, optimizer, _, step = make()
         schedule = lrs.ExponentialLR(optimizer, 0.5)  # by the rate of the group, which the scheduler does not keep
@@ -151,11 +168,14 @@ def test_a_loop_of_ones_own_goes_on_with_the_rates_of_the_checkpoint(tmp_path: P
             state = step.init(seed=0)
             if checkpointer.steps():
                 state = checkpointer.restore(step)
-                schedule.load_state_dict(checkpointer.notes(2)["schedule"])
+                notes = checkpointer.notes(int(state.step))
+                schedule.load_state_dict(notes["scheduler"])
+                for group, rate in zip(optimizer.param_groups, notes["rates"], strict=True):
+                    group["lr"] = rate
             for x in DATA[int(state.step) : steps]:
                 state, _ = step(state, x)
                 schedule.step()
-            checkpointer.save(state, notes={"schedule": schedule.state_dict()})
+            checkpointer.save(state, notes={"scheduler": schedule.state_dict(), "rates": schedule.get_last_lr()})
     model, optimizer, _, _ = make()
     schedule = lrs.ExponentialLR(optimizer, 0.5)
     for x in DATA[:4]:

@@ -206,7 +206,7 @@ def fit(
         told = Callbacks(callbacks, Run(step, steps, start, state, reports))
         told.take_up(notes.get("callbacks", {}))
         told.tell("on_begin")
-        schedule.begin(start, notes)
+        schedule.begin(start, notes, step.optimizer)
         return Loop(
             settings=settings,
             state=state,

@@ -240,7 +240,7 @@ class Loop:
 
     def _notes(self) -> dict[str, Any]:
         """What a resumed run is to know beside the state."""
-        return {"callbacks": self.told.state_dict(), **self.schedule.state_dict()}
+        return {"callbacks": self.told.state_dict(), **self.schedule.state_dict(self.step.optimizer)}
 
     def _end(self) -> None:
         self.reports.flush(every=True)

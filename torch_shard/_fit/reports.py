@@ -158,13 +158,15 @@ class Reports:
         self._clock = ThreadPoolExecutor(1)
         self._since = 0, math.nan  # the batch of the last record, and when it was done; not before what compiles is
         self._left_out: list[tuple[float, float]] = []
+        self._done: Future[float] | None = None
         self.numbers: dict[str, float] = {}
 
     def expect(
         self, position: int, placed: ShardedBatch, metrics: Mapping[str, PyTree], known: Mapping[str, float]
     ) -> None:
         """Note the metrics of a batch, which may still be computed, and what is known on the host."""
-        self._pending = position, placed, metrics, known, self._clock.submit(_time_when_done, metrics["loss"])
+        self._done = self._clock.submit(_time_when_done, metrics["loss"])
+        self._pending = position, placed, metrics, known, self._done
 
     def flush(self, *, every: bool = False) -> None:
         """Wait for the noted metrics, and tell of them.
@@ -185,7 +187,8 @@ class Reports:
         unit, amount = _amount(placed)
         (last, then), now = self._since, done.result()
         self._since = position, now
-        seconds = now - then - sum(max(min(end, now) - max(start, then), 0) for start, end in self._left_out)
+        # What is not over yet was beside this batch: that one is still computed while the next is compiled.
+        seconds = now - then - sum(max(end - max(start, then), 0) for start, end in self._left_out if end <= now)
         self._left_out = [(start, end) for start, end in self._left_out if end > now]
         speed = {} if math.isnan(then) else {f"{unit}_per_s": amount * (position - last) / seconds}
         self.numbers |= speed
@@ -237,7 +240,8 @@ class Reports:
         try:
             yield
         finally:
-            self.leave_out(start, time.perf_counter())
+            begun = start if self._done is None else max(start, self._done.result())
+            self.leave_out(begun, time.perf_counter())
 
     def leave_out(self, start: float, end: float) -> None:
         """Leave out of the speed a time, in s, in which nothing was trained: an evaluation, a compilation."""

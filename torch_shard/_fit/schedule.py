@@ -1,15 +1,19 @@
 """A learning rate scheduler of torch in the loop."""
 
 import dataclasses
-from collections.abc import Mapping
+import logging
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from torch_shard._common.validate import check_kind
-from torch_shard._io import like, plain
 from torch_shard._train import TrainStep
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -67,17 +71,19 @@ class Schedule:
         """How many steps a run takes up to a number of batches seen."""
         return position // (self.epoch if self.by == "epoch" else 1)
 
-    def begin(self, position: int, notes: Mapping[str, Any]) -> None:
+    def begin(self, position: int, notes: Mapping[str, Any], optimizer: object) -> None:
         """Stand where a run goes on, or begins.
 
         Args:
             position: Number of batches seen.
             notes: What `state_dict` gave to the checkpoint that the run goes on with; empty if there is none.
+            optimizer: Of the step.
         """
         scheduler, kept = self.scheduler, notes.get("scheduler")
+        _take_numbers(optimizer, notes.get("groups", []), warns=not kept)
         if scheduler is not None and kept:
             present = scheduler.state_dict()
-            scheduler.load_state_dict({**present, **like(present, kept)})
+            scheduler.load_state_dict({**present, **_like(present, kept)})
         if self._is_by_position:
             self._step_up_to(self._due(position))
             self.ahead = _stands(scheduler) - self._due(position)
@@ -95,7 +101,7 @@ class Schedule:
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Step a scheduler that goes by a metric."""
-        if self.scheduler is None or self._is_by_position:
+        if self.scheduler is None or self.by in ("step", "epoch"):
             return
         if self.by not in metrics:
             raise ValueError(
@@ -113,9 +119,12 @@ class Schedule:
 
     # In checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run is to know: what the scheduler knows, if that is plain."""
-        return {} if self.scheduler is None else {"scheduler": plain(self.scheduler.state_dict())}
+    def state_dict(self, optimizer: object) -> dict[str, Any]:
+        """What a resumed run is to know: the numbers of the groups, and what the scheduler knows, if that is plain."""
+        groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+        known = {} if self.scheduler is None else self.scheduler.state_dict()
+        numbers = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        return {"groups": list(map(_plain, numbers)), "scheduler": _plain(known)}
 
 
 def _stands(scheduler: Any) -> int:
@@ -130,3 +139,59 @@ def _stands(scheduler: Any) -> int:
             "callback (on_step) instead of giving it as scheduler=."
         )
     return found
+
+
+def _take_numbers(optimizer: object, kept: Sequence[Mapping[str, Any]], *, warns: bool) -> None:
+    """Give the groups of an optimizer the numbers that they had, as `optimizer.load_state_dict` does."""
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    if kept and len(kept) != len(groups):
+        raise ValueError(
+            f"fit: the checkpoint was saved with {len(kept)} parameter groups, and the optimizer has {len(groups)}. "
+            "Make it as the run did that saved it, or begin anew with restore(step, params_only=True)."
+        )
+    for number, (group, own) in enumerate(zip(groups, kept, strict=False)):
+        taken = {name: _like(group.get(name), value) for name, value in own.items()}
+        others = [f"{name} {group[name]!r} -> {v!r}" for name, v in taken.items() if name in group and group[name] != v]
+        if warns and others:
+            logger.warning(
+                "fit: group %d of the optimizer takes the numbers of the checkpoint, as optimizer.load_state_dict "
+                "does: %s. For those of the script, set them in a callback.",
+                number,
+                ", ".join(others),
+            )
+        group.update(taken)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold of a value; of dicts and lists, what it can hold of what is in them."""
+    is_number = isinstance(value, torch.Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1
+    value = value.item() if is_number else value
+    if isinstance(value, Mapping):
+        items = {str(name): _plain(inner) for name, inner in value.items()}
+        return {name: inner for name, inner in items.items() if inner is not _NOT_PLAIN}
+    if isinstance(value, list | tuple):
+        found = list(map(_plain, value))
+        return _NOT_PLAIN if any(inner is _NOT_PLAIN for inner in found) else found
+    return value if isinstance(value, int | float | str | None) else _NOT_PLAIN
+
+
+_NOT_PLAIN = object()
+
+
+def _like(present: Any, value: Any) -> Any:
+    """A value from JSON in the form of what is there now: tuples, tensors, and keys that are numbers."""
+    if isinstance(present, torch.Tensor):
+        return torch.as_tensor(value, dtype=present.dtype)
+    if isinstance(value, dict) and isinstance(present, Mapping):
+        keys = {str(key): key for key in present}
+        numbered = bool(keys) and all(isinstance(key, int) for key in present)
+        named = {keys.get(name, int(name) if numbered else name): inner for name, inner in value.items()}
+        kind: Any = type(present)
+        return kind({key: _like(present.get(key), inner) for key, inner in named.items()})
+    if isinstance(value, list):
+        held = (
+            list(present) if isinstance(present, list | tuple) and len(present) == len(value) else [None] * len(value)
+        )
+        found = [_like(own, inner) for own, inner in zip(held, value, strict=True)]
+        return tuple(found) if isinstance(present, tuple) else found
+    return value

@@ -5,4 +5,3 @@ from torch_shard._io.convert import FORMATS, convert_weights, find_checkpoint, i
 from torch_shard._io.export import export_safetensors, export_torch
 from torch_shard._io.integrity import find_damage
 from torch_shard._io.load import load_safetensors, load_torch
-from torch_shard._io.param_groups import like, plain

@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import filelock
 import jax
-import torch
 
 from torch_shard._common.caller import caller, public
 from torch_shard._common.near_misses import near_misses
@@ -46,9 +45,8 @@ from torch_shard._io.manifest import (
     to_save,
     write_head,
 )
-from torch_shard._io.param_groups import take_groups
 from torch_shard._sharding import Stacks
-from torch_shard._state import Optimizers, TrainState, as_arrays
+from torch_shard._state import TrainState, as_arrays
 from torch_shard._train import TrainStep
 
 logger = logging.getLogger(__name__)
@@ -337,9 +335,8 @@ class Checkpointer:
     ) -> TrainState:
         """Read a checkpoint, each array straight onto its shards.
 
-        Mesh, plan and storage of layers are those of `train_step`, whatever the checkpoint was written from. An
-        optimizer of torch gets back the learning rates and other numbers that its groups had when it was saved, as by
-        its `load_state_dict`, with a warning where they differ from those of the script.
+        Mesh, plan and storage of layers are those of `train_step`, whatever the checkpoint was written from. The
+        learning rates of an optimizer of torch are those that it has now: `fit` gives it those of the checkpoint.
 
         Args:
             train_step: Says what the state must hold, and where it is to lie. Its model may be on the meta device. Of
@@ -394,11 +391,7 @@ class Checkpointer:
         if params_only:
             return train_step.start(filled, seed=seed)
         state = dataclasses.replace(wanted_state, **filled)
-        labeled = ((each.options.label, each.optimizer) for each in steps)
-        optimizers = Optimizers({label: own for label, own in labeled if isinstance(own, torch.optim.Optimizer)})
-        for label, optimizer in optimizers.items():
-            take_groups(optimizer, head.groups.get(label, []))
-        return dataclasses.replace(state, key=jax.random.wrap_key_data(state.key), optimizers=optimizers)
+        return dataclasses.replace(state, key=jax.random.wrap_key_data(state.key))
 
     def _own(self, train_step: TrainStep, found: Entries) -> dict[SavedArray, jax.Array]:
         """Buffers of the model that no `state_dict` has, so that weights from elsewhere come without them."""

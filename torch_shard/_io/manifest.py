@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding
 
 from torch_shard._common.types import PyTree
 from torch_shard._io.integrity import Unreadable, read_json, reading
-from torch_shard._io.param_groups import plain_groups
 from torch_shard._sharding import (
     Kept,
     Layout,
@@ -284,7 +283,6 @@ class Head:
         mesh: Sizes of the mesh axes that it was split over.
         notes: More that was kept with it, as JSON has it.
         random: Settings of JAX by which the run drew its random numbers.
-        groups: Numbers of the parameter groups (`lr`, ...) of each optimizer of torch, by what it trains.
         stored: Its arrays.
     """
 
@@ -297,7 +295,6 @@ class Head:
     stored: list[SavedArray]
     notes: dict[str, Any]
     random: dict[str, str | bool]
-    groups: dict[str, list[dict[str, Any]]]
 
 
 def _as(kind: Any, found: Any) -> Any:
@@ -352,7 +349,6 @@ def head_of(state: TrainState, metrics: Mapping[str, float], notes: Mapping[str,
         stored=list(flatten(parts_of(state))),
         notes=dict(notes),
         random=random_settings(),
-        groups={label: plain_groups(optimizer) for label, optimizer in state.optimizers.items()},
     )
 
 

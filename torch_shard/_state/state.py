@@ -35,22 +35,6 @@ from torch_shard._sharding import (
 )
 
 
-class Optimizers(dict[str, torch.optim.Optimizer]):
-    """Optimizers of torch by what each trains, "" for all: the same to a pytree, whichever they are."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Optimizers)
-
-    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return 0
-
-    def __deepcopy__(self, memo: object) -> Optimizers:
-        return self
-
-    def __reduce__(self) -> tuple[type[Optimizers], tuple[()]]:
-        return Optimizers, ()  # none in another process
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class TrainState:
@@ -73,7 +57,6 @@ class TrainState:
             step was skipped.
         unsaved: Names of the buffers that are not in the module's `state_dict` (`persistent=False`).
         wide: Names of the entries that are int64 in torch, and in JAX only with `jax_enable_x64`.
-        optimizers: Those of torch that have trained it, whose learning rates and the like a checkpoint keeps.
 
     Example:
         >>> import optax, torch, torch_shard as ts
@@ -96,7 +79,6 @@ class TrainState:
     num_batches: jax.Array
     unsaved: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
     wide: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
-    optimizers: Optimizers = dataclasses.field(default_factory=lambda: Optimizers(), metadata={"static": True})
 
     def __repr__(self) -> str:
         counts = [f"{len(getattr(self, kind))} {kind}" for kind in KINDS if getattr(self, kind)]
@@ -163,9 +145,7 @@ class StateLayout:
         self._opt_state = self._opt_structs(replicated)
         self.shardings = TrainState(
             step=replicated,
-            params=self._tensor_shardings(self.params, plan),
-            frozen=self._tensor_shardings(self.frozen, plan),
-            buffers=self._tensor_shardings(self.buffers, plan),
+            **{kind: self._tensor_shardings(getattr(self, kind), plan) for kind in KINDS},
             opt_state=jax.tree.map(lambda struct: struct.sharding, self._opt_state),
             key=replicated,
             num_batches=replicated,

@@ -29,7 +29,6 @@ from torch_shard._loss import LossProgram, update_objects
 from torch_shard._scan import Siblings
 from torch_shard._sharding import LossFn, Stacks, constrain_stacks, to_meta, with_values
 from torch_shard._state import (
-    Optimizers,
     StateLayout,
     TrainState,
     as_arrays,
@@ -207,14 +206,6 @@ class TrainStep(Step):
             opt_state=self._labeled(opt_state),
             key=jax.random.wrap_key_data(put(words, self.replicated)),
             num_batches=put(np.zeros((), np.int32), self.replicated),
-            optimizers=self._optimizers(self.shardings),
-        )
-
-    def _optimizers(self, state: TrainState) -> Optimizers:
-        """Those that have trained a state, with this step's."""
-        own = self.optimizer
-        return Optimizers(
-            state.optimizers | ({self.options.label: own} if isinstance(own, torch.optim.Optimizer) else {})
         )
 
     def _release(self, names: tuple[str, ...]) -> None:
@@ -258,8 +249,7 @@ class TrainStep(Step):
         own, others = self._own(state)
         self._update.refuse_loaded(own.opt_state, self._held)
         state, metrics = program(self._layout.normal(own), arrays)
-        opt_state, optimizers = self._labeled(state.opt_state, others), self._optimizers(state)
-        state = dataclasses.replace(state, opt_state=opt_state, optimizers=optimizers)
+        state = dataclasses.replace(state, opt_state=self._labeled(state.opt_state, others))
         self._update.note_step()
         self._host_buffers.note_kept(program.kept, state)
         follow(metrics["loss"])

@@ -144,7 +144,7 @@ class Life:
         with ts.Checkpointer(where) as checkpointer:
             checkpointer.save(self.state)
         before, self.ours = self.ours, self._anew()
-        self.ours.take_schedule(before)
+        self.ours.take_numbers(before)
         self._make()
         self.state = ts.Checkpointer(where).restore(self.step)
 

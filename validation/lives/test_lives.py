@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from torch_shard._fit import schedule
 from torch_shard._fit.schedule import Schedule
-from torch_shard._io import checkpointer
 from torch_shard._optim.from_torch import TorchOptimizer
 from validation.lives.life import draw, judge
 
@@ -52,12 +52,12 @@ def a_schedule_that_is_ahead_stands_still(patch: pytest.MonkeyPatch) -> None:
 
 
 def numbers_of_groups_do_not_come_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(checkpointer, "take_groups", lambda *given: None)
+    patch.setattr(schedule, "_take_numbers", lambda *given, warns: None)
 
 
 def schedules_do_not_come_back(patch: pytest.MonkeyPatch) -> None:
     state_dict = Schedule.state_dict
-    patch.setattr(Schedule, "state_dict", lambda self: {**state_dict(self), "scheduler": {}})
+    patch.setattr(Schedule, "state_dict", lambda self, optimizer: {**state_dict(self, optimizer), "scheduler": {}})
 
 
 @pytest.mark.parametrize(

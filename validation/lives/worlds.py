@@ -128,10 +128,6 @@ class World:
         """Go on with the schedule of another world, as a script does by state_dict."""
         for group, own in zip(self.optimizer.param_groups, other.optimizer.param_groups, strict=True):
             group.update({name: value for name, value in own.items() if name != "params"})
-        self.take_schedule(other)
-
-    def take_schedule(self, other: "World") -> None:
-        """The same of the scheduler alone, where a checkpoint has the numbers of the groups."""
         if self.scheduler is not None:
             self.scheduler.load_state_dict(copy.deepcopy(other.scheduler.state_dict()))
 
