@@ -194,7 +194,7 @@ class ProgramCache:
         if isinstance(why, Mismatch):
             self._causes.note(why, num_calls)
         last = next(reversed(self._families), None)
-        return Needed(loss, "" if last is None else str(why or key.difference(last)))
+        return Needed(loss, str(why or ("" if last in (None, key) else key.difference(last))))
 
     def _served(
         self, family: list[StepProgram], program: StepProgram, given: list[jax.Array], *, is_as_it_was: bool
