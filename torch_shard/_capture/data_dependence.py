@@ -337,6 +337,12 @@ def current_values() -> DataDependence:
     return _CURRENT.stack[-1]
 
 
+def known_value(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The value of a tensor that depends on no input of the capture under way, or None."""
+    values = _CURRENT.stack[-1].known_values([tensor]) if _CURRENT.stack else None
+    return None if values is None else values[0]
+
+
 def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
     """The value of a tensor of the capture under way that depends on no input, of it and of those around it, or None.
 

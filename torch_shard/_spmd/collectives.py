@@ -324,7 +324,8 @@ def fold_in_axis(
         False
     """
     if axis is None:
-        return current_values().drawing_along(tuple(sizes_of("fold_in_axis", key)))
+        along = tuple(sizes_of("fold_in_axis", key))
+        return current_values().drawing_along(along)
     axes = tuple(sizes_of("fold_in_axis", axis))
     if not isinstance(key, torch.Tensor) or key.dtype != torch.uint32 or tuple(key.shape) != (2,):
         raise TypeError(
