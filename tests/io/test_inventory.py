@@ -45,6 +45,11 @@ def test_inspect_shows_what_is_inside(copied):
     ]
     assert rows["scale"][2] == "buffers, not in state_dict"
     assert rows["opt_state[0].mu"][2] == "21 entries"
+    head = copied / "step_00000004" / "state.json"
+    text = head.read_text()
+    head.write_text(text.replace('"step": 4', '"step": -1'))
+    assert CliRunner().invoke(app, ["inspect", str(copied)]).exit_code == 2
+    head.write_text(text)
     flip_a_bit(copied / "step_00000004" / "checksums.json")
     damaged = CliRunner().invoke(app, ["inspect", str(copied / "step_00000004"), "--verify"])
     assert damaged.exit_code == 1

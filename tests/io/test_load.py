@@ -128,6 +128,10 @@ def test_a_checkpoint_in_bfloat16_is_no_float32_model_unless_asked(tmp_path: pat
         ts.load_safetensors(tmp_path, structs, make_mesh((4, 2)), WHOLE)
     found = ts.load_safetensors(tmp_path, structs, make_mesh((4, 2)), WHOLE, dtype=torch.float32)
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    structs["bias"] = jax.ShapeDtypeStruct((8,), jnp.float8_e4m3b11fnuz)
+    with pytest.raises(ValueError, match=r"bias: float8_e4m3b11fnuz is no dtype of torch. Read it as"):
+        ts.load_safetensors(tmp_path, structs, make_mesh((4, 2)), WHOLE)
+    ts.load_safetensors(tmp_path, structs, make_mesh((4, 2)), WHOLE, dtype=torch.float32)
 
 
 def test_sixty_four_bits(tmp_path: pathlib.Path) -> None:

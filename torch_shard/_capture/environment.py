@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -28,7 +29,7 @@ def capture_environment() -> Iterator[None]:
     """For the time that the callable itself runs."""
     unchecked = patched(torch.distributions.Distribution, "_validate_args", lambda _: False)  # checks of values
     with (
-        patched(_BatchNorm, "forward", _cumulative),
+        _cumulative_batch_norms(),
         autocast_on_fakes(),
         _substituted(),
         _compiled_functions_run_plainly(),
@@ -128,27 +129,45 @@ def _compiled_functions_run_plainly() -> Iterator[None]:
         yield
 
 
-def _cumulative(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The forward of a batch norm, on tensors alone where it keeps the plain mean of all its batches.
+@contextlib.contextmanager
+def _cumulative_batch_norms() -> Iterator[None]:
+    """Run them within on tensors alone.
 
-    After batch n that is `(1 - 1/n) * old + 1/n * new`. With momentum 1, `new` is left in the buffers, and the mean is
-    taken after it.
+    Such a norm keeps the plain mean of all its batches: after batch n, `(1 - 1/n) * old + 1/n * new`. With momentum 1
+    its forward leaves `new` in the buffers, and the mean is taken after it.
     """
+    before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def forward(norm: Any, x: torch.Tensor) -> torch.Tensor:
-        is_tracked = norm.running_mean is not None and norm.num_batches_tracked is not None
-        if norm.momentum is not None or not norm.training or not is_tracked:
-            return original(norm, x)
-        running: list[Any] = [norm.running_mean, norm.running_var]
-        old, norm.momentum = [mean.clone() for mean in running], 1.0
-        try:
-            out = original(norm, x)
-        finally:
-            norm.momentum = None
+    def enter(module: nn.Module, args: object) -> None:
+        if isinstance(module, _BatchNorm) and module.momentum is None and module.training and _tracks(module):
+            before[id(module)] = _running(module)[0].clone(), _running(module)[1].clone()
+            module.momentum = 1.0
+
+    def leave(module: nn.Module, args: object, output: object) -> None:
+        old = before.pop(id(module), None)
+        if old is None:
+            return
+        module.momentum = None  # pyright: ignore[reportArgumentType]
+        count: Any = module.num_batches_tracked
         with torch.no_grad():
-            for new, mean in zip(running, old, strict=True):
+            for running, mean in zip(_running(module), old, strict=True):
                 # .data: the norm's backward, which has no use for them, has noted their version
-                new.data.copy_(mean + (new - mean) / norm.num_batches_tracked)
-        return out
+                running.data.copy_(mean + (running - mean) / count)
 
-    return forward
+    hooks = (
+        nn.modules.module.register_module_forward_pre_hook(enter),
+        nn.modules.module.register_module_forward_hook(leave, always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _tracks(module: _BatchNorm) -> bool:
+    return module.running_mean is not None and module.num_batches_tracked is not None
+
+
+def _running(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return module.running_mean, module.running_var

@@ -237,6 +237,8 @@ def read_arrays(
     import orbax.checkpoint as ocp
 
     given = {stored.label: struct for stored, struct in structs.items() if stored.num_bytes}
+    if not given:  # which orbax refuses
+        return {stored: _empty(struct) for stored, struct in structs.items()}
     restore_args = ocp.checkpoint_utils.construct_restore_args(given)
     with reading(str(path)):
         found = orbax.restore(
@@ -309,6 +311,8 @@ def _as(kind: Any, found: Any) -> Any:
         return outer(_as(inner[0], one) for one in cast(list[Any], found))
     if kind is not Any and (not isinstance(found, kind) or (kind is int and isinstance(found, bool))):
         raise TypeError(f"{found!r:.50} is no {kind}")
+    if kind is int and not 0 <= found < 2**63:  # all of a description are counts
+        raise TypeError(f"{found!r:.50} is no count")
     return found
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from jax.sharding import Mesh, PartitionSpec
@@ -58,10 +59,20 @@ class Match:
         for name, found in ShardingPlan({}, default=PartitionSpec()).resolve(target, mesh).entries.items():
             key = found.tied_to or name
             if key not in unsaved:
-                dtype = found.dtype if isinstance(found.dtype, torch.dtype | None) else torch_dtype(found.dtype)
-                entry = ties.setdefault(key, TargetEntry(key, [], found.shape, dtype))
+                entry = ties.setdefault(key, TargetEntry(key, [], found.shape, self._dtype_of(name, found.dtype)))
                 entry.names.append(name)
                 self.entries[name] = entry
+
+    def _dtype_of(self, name: str, dtype: Any) -> torch.dtype | None:
+        """That of a target as torch has it; None where any will do."""
+        if isinstance(dtype, torch.dtype | None):
+            return dtype
+        try:
+            return torch_dtype(dtype)
+        except TypeError:
+            if self._dtype is None:
+                self.faults.append(f"{name}: {dtype} is no dtype of torch. Read it as dtype=torch.float32.")
+            return None
 
     def each(self) -> list[TargetEntry]:
         """The entries, each once, in the order of the file; those that it lacks come last."""

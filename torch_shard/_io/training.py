@@ -132,7 +132,8 @@ def _check_order(groups: Sequence[Mapping[str, Any]], own: list[str]) -> None:
     theirs = [name for group in names for name in group]
     if theirs != own and (any(map(_has_names, groups)) or sorted(theirs) == sorted(own)):
         listed = ", ".join(f"{one} and {other}" for one, other in zip(theirs, own, strict=False) if one != other)
-        raise ValueError(f"its state goes by the names of parameters, in another order (as {listed[:200]}).")
+        how = "in another order" if sorted(theirs) == sorted(own) else "by other names"
+        raise ValueError(f"its state goes by the names of parameters, {how} (as {listed[:200]}).")
 
 
 def _has_names(group: Mapping[str, Any]) -> bool:
