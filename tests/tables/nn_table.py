@@ -202,7 +202,6 @@ MORE = [
     row(nn.Upsample, VOLUME)((3, 7, 5), mode="trilinear"),
     norm(nn.BatchNorm1d, normal(2, 4, 9))(4, affine=False),
     norm(nn.BatchNorm1d, normal(6, 5))(5, momentum=None),
-    norm(nn.SyncBatchNorm, normal(6, 5))(5, momentum=None),
     norm(nn.BatchNorm1d, normal(6, 5))(5, track_running_stats=False),
     norm(nn.InstanceNorm2d, normal(2, 4, 7, 6))(4, affine=True, track_running_stats=True),
     row(nn.Embedding, labels(6, 3, 5))(6, 4, padding_idx=2),

@@ -66,7 +66,24 @@ class Counts(Base):
         return self.layer(x) ** (2 + self.count.item())
 
 
-@pytest.mark.parametrize(("kind", "num_programs"), [(Starts, 2), (Sums, 1), (Picks, 1)])
+class Norms(Base):
+    """Norms that count their batches, each with a `forward` of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.Sequential(*(kind(4, momentum=None) for kind in (nn.SyncBatchNorm, OwnNorm)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norms(self.layer(x))
+
+
+class OwnNorm(nn.BatchNorm1d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self._check_input_dim(input)
+        return nn.modules.batchnorm._BatchNorm.forward(self, input).relu()
+
+
+@pytest.mark.parametrize(("kind", "num_programs"), [(Starts, 2), (Sums, 1), (Picks, 1), (Norms, 1)])
 def test_equals_eager_torch(kind: type[nn.Module], num_programs: int) -> None:
     """Of a flag that changes there are two programs."""
     assert agrees_with_torch(kind(), mean_square, [X, X + 1, X - 1]).num_compiles == num_programs

@@ -1,4 +1,4 @@
-"""What one capture of a loss has seen of the world around it, and the captures of it that serve other answers."""
+"""One capture of a loss: its graph, and what it has seen of the world around it."""
 
 import functools
 import itertools
