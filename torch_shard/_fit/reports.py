@@ -154,11 +154,11 @@ class Reports:
 
     def __init__(self, bar: Bar, log: MetricsLog | None, log_every: int) -> None:
         self._bar, self._log, self._log_every = bar, log, log_every
-        self._pending: tuple[int, ShardedBatch, Mapping[str, PyTree], Mapping[str, float], Future[float]] | None = None
+        self._pending: tuple[int, ShardedBatch, Mapping[str, PyTree], Mapping[str, float]] | None = None
         self._clock = ThreadPoolExecutor(1)
         self._since = 0, math.nan  # the batch of the last record, and when it was done; not before what compiles is
         self._left_out: list[tuple[float, float]] = []
-        self._done: Future[float] | None = None
+        self._done: Future[float] | None = None  # when the last batch is
         self.numbers: dict[str, float] = {}
 
     def expect(
@@ -166,7 +166,7 @@ class Reports:
     ) -> None:
         """Note the metrics of a batch, which may still be computed, and what is known on the host."""
         self._done = self._clock.submit(_time_when_done, metrics["loss"])
-        self._pending = position, placed, metrics, known, self._done
+        self._pending = position, placed, metrics, known
 
     def flush(self, *, every: bool = False) -> None:
         """Wait for the noted metrics, and tell of them.
@@ -174,9 +174,9 @@ class Reports:
         Args:
             every: Have them in `numbers`, though no record is due.
         """
-        if self._pending is None:
+        if self._pending is None or self._done is None:
             return
-        (position, placed, metrics, known, done), self._pending = self._pending, None
+        (position, placed, metrics, known), self._pending = self._pending, None
         is_due = position % self._log_every == 0 or position == 1
         if not (is_due or every):
             return
@@ -185,7 +185,7 @@ class Reports:
         if not is_due:
             return
         unit, amount = _amount(placed)
-        (last, then), now = self._since, done.result()
+        (last, then), now = self._since, self._done.result()
         self._since = position, now
         # What is not over yet was beside this batch: that one is still computed while the next is compiled.
         seconds = now - then - sum(max(end - max(start, then), 0) for start, end in self._left_out if end <= now)
