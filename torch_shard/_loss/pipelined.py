@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.caller import caller
 from torch_shard._common.types import PyTree
-from torch_shard._loss.inputs import LossInputs
+from torch_shard._loss.inputs import LossInputs, forms_of
 from torch_shard._loss.program import LossOutputs, LossProgram
 from torch_shard._scan import (
     GraphInput,
@@ -123,7 +123,7 @@ class PipelinedLoss:
         return LossOutputs(
             loss=loss,
             metrics=jax.tree.unflatten(shape.metrics, metrics),
-            grads=StackRows(self._program.by_name(grads, tensors)),
+            grads=StackRows(self._program.by_name(grads, tensors), forms_of(tensors)),
             buffers=StackRows((name, tensors[name]) for name in shape.buffers),
             written=StackRows({}),
         )

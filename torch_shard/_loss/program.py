@@ -12,13 +12,12 @@ import torch
 
 from torch_shard._capture import HostPart, MetricCall, Mismatch
 from torch_shard._common.fx import outputs_of
-from torch_shard._common.pieces import whole
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
 from torch_shard._loss.captured import CapturedLoss
 from torch_shard._loss.carried import Answers
 from torch_shard._loss.host_values import HostValues
-from torch_shard._loss.inputs import LossInputs
+from torch_shard._loss.inputs import LossInputs, forms_of, in_program
 from torch_shard._loss.joint import LossShape
 from torch_shard._lowering import (
     Program,
@@ -226,9 +225,9 @@ class LossProgram:
         buffers, metrics = rest[: len(shape.buffers)], rest[len(shape.buffers) :]
         written = dict(zip(self.written, outputs[graph.num_outputs :], strict=False))
         return LossOutputs(
-            loss=whole(array_of(loss)),
-            metrics=jax.tree.unflatten(shape.metrics, map(whole, map(array_of, metrics))),
-            grads=StackRows(by_name),
+            loss=array_of(loss),
+            metrics=jax.tree.unflatten(shape.metrics, map(array_of, metrics)),
+            grads=StackRows(by_name, forms_of(tensors)),
             buffers=StackRows(zip(shape.buffers, buffers, strict=True)),
             written=StackRows(written),
         )
@@ -253,4 +252,4 @@ class LossProgram:
             else:
                 members = cast(list[Any], grad) if isinstance(grad, list) else [None] * len(given.names)
                 found |= zip(given.names, members, strict=True)
-        return {name: jnp.zeros_like(tensors[name]) if grad is None else grad for name, grad in found.items()}
+        return {n: jnp.zeros_like(in_program(tensors, n)) if grad is None else grad for n, grad in found.items()}

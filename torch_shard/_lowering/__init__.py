@@ -31,9 +31,8 @@ from torch_shard._lowering.ops import (
     untie_gradients,
     world_of_one,
 )
-from torch_shard._lowering.ops.constraints import constrained
+from torch_shard._lowering.ops.constraints import CONSTRAINED, constrained, spec_apart
 from torch_shard._lowering.ops.context import LAID, SPLIT, OverContext
-from torch_shard._lowering.own import Own, is_own, report_own
-from torch_shard._lowering.pieces import mark_pieces
+from torch_shard._lowering.own import Own, is_own, own_of, report_own
 from torch_shard._lowering.program import Program, capture_settings
 from torch_shard._lowering.rows import ROWS, SEQUENCE, USED_AS, RowSplit, current_rows, rows_split

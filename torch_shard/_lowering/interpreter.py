@@ -13,21 +13,18 @@ from torch.utils import _pytree as torch_pytree
 from torch_shard._common.dtypes import jax_dtype, torch_dtype
 from torch_shard._common.fx import args_of, aten_name, fill_in, outputs_of, target_of
 from torch_shard._common.operator_families import SCATTERS
-from torch_shard._common.pieces import InPieces
 from torch_shard._common.random import Key, fold_axes
 from torch_shard._common.types import PyTree
 from torch_shard._lowering.ops import RANDOM, STORAGE_KWARGS, find_lowering, refuse_generator
 from torch_shard._lowering.ops.constraints import CONSTRAINED
 from torch_shard._lowering.ops.context import LAID
 from torch_shard._lowering.own import own_of
-from torch_shard._lowering.pieces import PIECES, as_stored, operate_on_pieces
 from torch_shard._lowering.rows import (
     ROWS,
     SEQUENCE,
     USED_AS,
     as_used,
     keep_rows,
-    merged,
     whole_if_cut,
     whole_if_uneven,
 )
@@ -130,18 +127,12 @@ def operation(node: Node) -> Callable[[Key, Place, Sequence[PyTree]], PyTree]:
             first = (jax.random.fold_in(fold_axes(key, axes), place),)
         if target in (CONSTRAINED, LAID):
             named = {**named, "row_dim": dims[0], "sequence_dim": node.meta.get(SEQUENCE)}
-        if own is not None or first:
-            args, named = merged(list(args)), merged(dict(named))
-        apart = PIECES in node.meta or any(isinstance(value, InPieces) for value in values)
         with jax.named_scope(scope):
-            if apart and own is None and not first:
-                value = operate_on_pieces(node, lowering, args, named)
-            else:
-                value = lowering(*first, *args, **named)
+            value = lowering(*first, *args, **named)
             if own is not None:
                 own.check(node.meta["val"], value)
             value = conform(target, node.meta.get("val"), value, node=node)
-            return keep_rows(node, as_stored(node, value))
+            return keep_rows(node, value)
 
     return operate
 
@@ -176,7 +167,7 @@ def exact_integers(target: object, fake: PyTree) -> Callable[[PyTree], PyTree]:
         return lambda value: value
 
     def exact(value: PyTree) -> PyTree:
-        is_array = isinstance(value, jax.Array | InPieces)
+        is_array = isinstance(value, jax.Array)
         return value.astype(dtype) if is_array and not jax.numpy.issubdtype(value.dtype, jax.numpy.inexact) else value
 
     return exact
@@ -202,9 +193,9 @@ def conform(target: object, fake: PyTree, value: PyTree, *, node: Node | None = 
 def _conform_one(target: object, fake: torch.Tensor, value: PyTree, node: Node | None) -> PyTree:
     if value is None:
         return None
-    value = value if isinstance(value, InPieces) else jax.numpy.asarray(value)
+    value = jax.numpy.asarray(value)
     if value.size == fake.numel() == 0:
-        value = merged(value).reshape(tuple(fake.shape))
+        value = value.reshape(tuple(fake.shape))
     if value.shape != tuple(fake.shape) and not (node is not None and _is_unspecified(node, fake)):
         raise NotImplementedError(
             f"The lowering of {target} gave shape {value.shape} where PyTorch gives {tuple(fake.shape)}. "

@@ -19,7 +19,6 @@ from torch.fx import Node
 from torch_shard._common.axes import manual_axes
 from torch_shard._common.fx import aten_name, operator_name, shape_of
 from torch_shard._common.operator_families import PRODUCTS, RESHAPES
-from torch_shard._common.pieces import InPieces
 from torch_shard._common.types import PyTree
 from torch_shard._sharding import Context, has_three_axes
 
@@ -181,36 +180,10 @@ def as_used(value: PyTree, spec: PartitionSpec | None) -> PyTree:
     split = current_rows()
     if split is None or spec is None:
         return value
-    if isinstance(value, InPieces):
-        sharding = NamedSharding(split.mesh, value.spec(spec))
-        return InPieces(jax.lax.with_sharding_constraint(value.array, sharding), value.dim)
     return jax.lax.with_sharding_constraint(value, NamedSharding(split.mesh, spec))
 
 
-def merged(value: PyTree) -> PyTree:
-    """A value, put together if it is in pieces, of which each device has all then; also several.
-
-    XLA's partitioner errs where split dims become one, or one becomes two (tests/system/test_partitioner.py).
-    """
-
-    def merge(leaf: PyTree) -> PyTree:
-        if not isinstance(leaf, InPieces):
-            return leaf
-        at = leaf.ndim + leaf.dim
-        return InPieces(_whole_along(leaf.array, at, at + 1), leaf.dim).whole()
-
-    return jax.tree.map(merge, value, is_leaf=lambda leaf: isinstance(leaf, InPieces))
-
-
-def as_pieces(value: jax.Array | InPieces, num: int, dim: int) -> InPieces:
-    """A value with its dim `dim`, from the end, in so many pieces, of which each device has all."""
-    if isinstance(value, InPieces) and (value.num, value.dim) == (num, dim):
-        return value
-    array: jax.Array = merged(value)
-    return InPieces.of(array if num == 1 else _whole_along(array, array.ndim + dim), num, dim)
-
-
-def _whole_along(array: jax.Array, *dims: int) -> jax.Array:
+def whole_dims(array: jax.Array, *dims: int) -> jax.Array:
     """An array that no device has a part of these dims of; the compiler chooses for the others."""
     split = current_rows()
     if split is None or manual_axes():
@@ -242,14 +215,13 @@ def whole_if_cut(node: Node, value: PyTree) -> PyTree:
     """What an operator cuts along its last dim into parts that shards do not line up with, with that dim whole.
 
     XLA's partitioner moves parts of shards for it, and errs where the result moves on (jaxlib 0.10.2; validation/fuzz).
-    Projections that are stored in pieces are cut between these, and do not move.
     """
     split = current_rows()
     if split is None or not isinstance(value, jax.Array) or not jnp.issubdtype(value.dtype, jnp.floating):
         return value
     sizes = [split.mesh.shape[axis] for axis in split.other_axes]
     num = _num_parts(node, value.shape)
-    return _whole_along(value, value.ndim - 1) if any(num % size for size in sizes) else value
+    return whole_dims(value, value.ndim - 1) if any(num % size for size in sizes) else value
 
 
 def _num_parts(node: Node, shape: tuple[int, ...]) -> int:
@@ -273,8 +245,4 @@ def keep_rows(node: Node, value: PyTree) -> PyTree:
     axes = split.places(node.meta.get(ROWS), node.meta.get(SEQUENCE), value.shape)
     if not axes:
         return value
-    if isinstance(value, InPieces):
-        axes = {dim + (dim > value.ndim + value.dim): own for dim, own in axes.items()}
-        sharding = split.along(axes, value.ndim + 1)
-        return InPieces(jax.lax.with_sharding_constraint(value.array, sharding), value.dim)
     return jax.lax.with_sharding_constraint(value, split.along(axes, value.ndim))

@@ -119,6 +119,8 @@ def _moved(node: Node, source: Node, dim: int) -> list[Dim]:
         return [_in_product(node, source, dim)]
     if name in _OF_TABLES:
         return [None]
+    if node.target is torch.ops.torch_shard.einsum.default:
+        return [_in_einsum(node, source, dim)]
     if name == "tensordot":
         return [_contracted(node, source, dim)]
     if name in REDUCTIONS:
@@ -167,6 +169,13 @@ def _in_product(node: Node, source: Node, dim: int) -> Dim:
     if ndim < 2 or dim == (ndim - 1 if is_left else ndim - 2):
         return None  # summed
     return dim + len(shape_of(node)) - ndim
+
+
+def _in_einsum(node: Node, source: Node, dim: int) -> Dim:
+    *factors, equation = args_of(node)
+    given, result = equation.split("->")
+    letter = given.split(",")[factors.index(source)][dim]
+    return result.index(letter) if letter in result else None
 
 
 def _contracted(node: Node, source: Node, dim: int) -> Dim:

@@ -205,8 +205,8 @@ def capture_layers(
     _refuse_if_asked(groups, repeats, what)
     fn, specs = joint(None)
     program = Program(fn, specs, what)
-    follow(program, specs, {})
     repeats.notes.put(program.graph, {})
+    follow(program, specs, {})
     return program, None, groups
 
 
@@ -240,8 +240,8 @@ def _try_capture(
         program = Program(fn, specs, what, others=(LAYER, LAYER_BACKWARD), inner=regions.graphs)
         if not only_adds_bundles(program.graph.module, regions.calls):
             return Unbundled()
-        follow(program, specs, regions.calls)
         repeats.notes.put(program.graph, regions.calls)
+        follow(program, specs, regions.calls)
         if repeats.stages is not None:
             untie_gradients(program.graph.module)
         rolled = RolledLoss(program, regions.calls, repeats.scan is not False, repeats.choices[0])

@@ -12,7 +12,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from torch_shard._common.fx import args_of, fill_in, outputs_of
-from torch_shard._common.pieces import whole
 from torch_shard._common.random import Key
 from torch_shard._lowering import lower, operation, sources_of
 from torch_shard._scan.narrow import Narrow, take_casts_off
@@ -139,7 +138,7 @@ def _passes(region: Region, remat: str, sources: list[list[Operand]]) -> Passes:
 
     def operate(key: Key, place: Place, values: Sequence[jax.Array]) -> list[jax.Array | None]:
         found = forward(key, *values, place=0 if place is None else place)
-        return [*map(whole, found[:num_results]), None, *found[num_results:], *(values[i] for i in kept)]
+        return [*found[:num_results], None, *found[num_results:], *(values[i] for i in kept)]
 
     def backward(key: Key, place: Place, values: Sequence[jax.Array]) -> Sequence[jax.Array | Narrow]:
         if remat != "none":  # or XLA would see that the forward pass has computed all this, and keep it

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from torch_shard._common.dtypes import dtype_of_sums
-from torch_shard._common.pieces import whole
 from torch_shard._lowering import current_rows, matmul_precision, rows_split
 from torch_shard._scan.execute import Inputs, Result, StackRow, array_of, execute, operands_of, row_or_value
 from torch_shard._scan.instructions import Operand
@@ -332,7 +331,7 @@ class PipelineRun:
     def _firsts(self, layers: _Pass, index: jax.Array) -> list[Tree]:
         """What enters the first stage, of one microbatch."""
         stacks = [(v, self._stack_of(v)) for v in layers.firsts]
-        return [whole(self._value(v) if stack is None else take(stack, index)) for v, stack in stacks]
+        return [self._value(v) if stack is None else take(stack, index) for v, stack in stacks]
 
     def _leaving(self, outs: Tree) -> Tree:
         """What leaves the last stage in all ticks, of the microbatches: it is there in the last ticks."""

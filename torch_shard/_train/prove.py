@@ -18,7 +18,6 @@ import torch
 from jax.sharding import Sharding
 
 from torch_shard._capture import MetricCalls
-from torch_shard._common.pieces import whole
 from torch_shard._common.types import PyTree
 from torch_shard._device import to_cpu
 from torch_shard._hosts import follow
@@ -71,7 +70,7 @@ class GradientStep(Step):
             grads = constrain_stacks(grads, [self.optimizer_plan[name] for name in grads], self.layout.data_axes)
             parts = {"grads": grads, "buffers": out.buffers, "written": out.written}
             metrics = {name: value for name, value in out.metrics.items() if name != CALLS}
-            return {"loss": out.loss, "metrics": metrics, **{name: whole(dict(part)) for name, part in parts.items()}}
+            return {"loss": out.loss, "metrics": metrics, **{name: dict(part) for name, part in parts.items()}}
 
         spread = self.replicated if jax.process_count() > 1 else None  # so that each process has all
         return jax.jit(gradients, out_shardings=spread, compiler_options=program.compiler_options(self.mesh))

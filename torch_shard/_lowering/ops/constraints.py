@@ -10,9 +10,8 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torch_shard._common.overrides import captured_op
-from torch_shard._common.pieces import InPieces
 from torch_shard._lowering.ops.registry import lowers
-from torch_shard._lowering.rows import RowSplit, current_rows, merged
+from torch_shard._lowering.rows import RowSplit, current_rows, whole_dims
 from torch_shard._sharding import axes_of, constrain_in_steps, has_three_axes
 
 _FREE = True
@@ -55,17 +54,34 @@ def _read(text: str) -> PartitionSpec:
     return PartitionSpec(*(PartitionSpec.UNCONSTRAINED if part is _FREE else part for part in parts))
 
 
+def spec_apart(text: str, ndim: int, at: int) -> str:
+    """The spec of a value as that of its pieces, which have a dim of their own before dim `at`: each is split alike."""
+    parts = [*_read(text), *(None for _ in range(ndim - len(_read(text))))]
+    return _write(PartitionSpec(*parts[:at], None, *parts[at:]))
+
+
+@captured_op("torch_shard::whole_along")
+def _held_whole(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@lowers(torch.ops.torch_shard.whole_along.default)
+def whole_along(x: jax.Array, dims: Sequence[int]) -> jax.Array:
+    """The same array, of which each device has all along these dims."""
+    return whole_dims(x, *dims)
+
+
 CONSTRAINED = torch.ops.torch_shard.constrained.default
 
 
-@lowers(CONSTRAINED, pieces=True)
+@lowers(CONSTRAINED)
 def constrained_array(
-    x: jax.Array | InPieces,
+    x: jax.Array,
     spec: str,
     gathered: str = "",
     row_dim: int | None = None,
     sequence_dim: int | None = None,
-) -> jax.Array | InPieces:
+) -> jax.Array:
     """The same array, laid out on the mesh of the step; as it is where there is none."""
     rows, parts = current_rows(), _read(spec)
     if rows is None:
@@ -79,12 +95,10 @@ def constrained_array(
     return _laid_out(x, _without(axes, parts), rows) if axes else x
 
 
-def _laid_out(x: jax.Array | InPieces, spec: PartitionSpec, rows: RowSplit) -> jax.Array | InPieces:
-    if isinstance(x, InPieces) and not _divides(x, spec, rows.mesh):
-        x = merged(x)
-    if isinstance(x, InPieces):
-        return InPieces(jax.lax.with_sharding_constraint(x.array, NamedSharding(rows.mesh, x.spec(spec))), x.dim)
-    return constrain_in_steps(x, NamedSharding(rows.mesh, spec), rows.data_axes)
+def _laid_out(x: jax.Array, spec: PartitionSpec, rows: RowSplit) -> jax.Array:
+    pairs = zip(x.shape, spec, strict=False)
+    parts = (part if _divides(size, part, rows.mesh) else PartitionSpec.UNCONSTRAINED for size, part in pairs)
+    return constrain_in_steps(x, NamedSharding(rows.mesh, PartitionSpec(*parts)), rows.data_axes)
 
 
 def _without(axes: Collection[str], spec: PartitionSpec) -> PartitionSpec:
@@ -119,8 +133,5 @@ def _along_sequence(spec: PartitionSpec, shape: tuple[int, ...], dim: int, rows:
     return PartitionSpec(*parts)
 
 
-def _divides(x: InPieces, spec: PartitionSpec, mesh: Mesh) -> bool:
-    """Whether a spec of the value divides each piece."""
-    at = x.ndim + x.dim
-    part = spec[at] if at < len(spec) else None
-    return part is PartitionSpec.UNCONSTRAINED or x.size % math.prod(mesh.shape[axis] for axis in axes_of((part,))) == 0
+def _divides(size: int, part: Any, mesh: Mesh) -> bool:
+    return part is PartitionSpec.UNCONSTRAINED or size % math.prod(mesh.shape[axis] for axis in axes_of((part,))) == 0
