@@ -116,9 +116,9 @@ class PipelinedLoss:
             keys = _filled(keys, more)
             others = [_filled(x, more) if differs else x for x, differs in zip(others, self._others, strict=True)]
         inputs = _Inputs(self._program.inputs, tensors, others, self._others)
-        run = PipelineRun(self.parts, self.order, self._plan.mesh, keys=keys, inputs=inputs, place=self._place)
-        with self._program.traced():
-            given, grads = run.run()
+        assert self._program.rows is not None
+        run = PipelineRun(self.parts, self.order, self._program.rows, keys=keys, inputs=inputs, place=self._place)
+        given, grads = run.run()
         loss, *metrics = jax.tree.map(lambda x: x[: self._num], given)
         return LossOutputs(
             loss=loss,

@@ -1,6 +1,5 @@
 """A module with a torch loss as one captured program: loss, metrics, gradients and new buffers of named tensors."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,6 @@ from torch_shard._lowering import (
     report_context,
     report_experts,
     report_own,
-    rows_split,
 )
 from torch_shard._scan import GraphInput, RolledLoss, StackRows, array_of, names_of, report
 
@@ -217,8 +215,10 @@ class LossProgram:
     ) -> LossOutputs:
         """To be traced by JAX; the further inputs of `fit` follow the batch."""
         inputs = LossInputs(self.inputs, tensors, self.extra_inputs(batch, closure))
-        with self.traced():
-            outputs = self.program.run(key, *inputs.all()) if self.rolled is None else self.rolled.run(key, inputs)
+        if self.rolled is None:
+            outputs = self.program.run(key, *inputs.all(), split=self.rows)
+        else:
+            outputs = self.rolled.run(key, inputs, self.rows)
         shape, graph = self.program.graph.aux, self.program.graph
         loss, *rest = outputs[: graph.num_outputs]
         by_name, rest = self.by_name(rest, tensors), rest[len(shape.grads) :]
@@ -238,10 +238,6 @@ class LossProgram:
         given, others = iter(batch[num_rows:]), iter(closure)
         met = [next(given if is_given else others) for is_given in self.answers.are_given]
         return [*batch[:num_rows], *met]
-
-    def traced(self) -> contextlib.AbstractContextManager[None]:
-        """Let what is traced within know how the rows of the batch lie."""
-        return rows_split(self.rows)
 
     def by_name(self, grads: Sequence[Any], tensors: Mapping[str, jax.Array]) -> dict[str, Any]:
         """Gradients, those of bundles by member."""

@@ -15,8 +15,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch_shard._capture import Captured, bits_of, is_literal
 from torch_shard._common.dtypes import has_x64
 from torch_shard._common.fx import args_of, dtype_of, fill_in, new_before, shape_of
+from torch_shard._lowering.constraints import DIMS, USED_AS
 from torch_shard._lowering.own import own_of
-from torch_shard._lowering.rows import ROWS, SEQUENCE, USED_AS
 
 aten = torch.ops.aten
 
@@ -28,7 +28,7 @@ Place = tuple[int, Key]
 
 Kind = Literal["int", "float"]
 
-_NOTES = ("random_place", "random_axes", ROWS, SEQUENCE, USED_AS)
+_NOTES = ("random_place", "random_axes", DIMS, USED_AS)
 """What the lowering reads of the metadata of a node."""
 
 _LAYERS = ("torch_shard.layer.default", "torch_shard.layer_backward.default")

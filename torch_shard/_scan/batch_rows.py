@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from torch_shard._common.fx import args_of, aten_name, fill_in, outputs_of, shape_of
 from torch_shard._common.operator_families import DIM_VIEWS, MATRIX_PRODUCTS, REDUCTIONS, RESHAPES, is_pointwise
-from torch_shard._lowering import LAID, ROWS, SEQUENCE, SPLIT
+from torch_shard._lowering import DIMS, LAID, ROWS, SEQUENCE, SPLIT
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call, Region
 
 Dim = int | None
@@ -54,7 +54,7 @@ class _Follow:
             elif node.op == "call_function":
                 known[node] = self._result(node, known)
             if isinstance(known.get(node), int):
-                node.meta[self._note] = known[node]
+                node.meta[DIMS] = {**node.meta.get(DIMS, {}), self._note: known[node]}
         return known
 
     def _result(self, node: Node, known: Mapping[Node, Any]) -> Any:

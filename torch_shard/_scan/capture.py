@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from torch_shard._capture import Aux, Spec, TensorFn
-from torch_shard._lowering import ROWS, SEQUENCE, Program, draws_random, untie_gradients
+from torch_shard._lowering import ROWS, SEQUENCE, Program, RowSplit, draws_random, untie_gradients
 from torch_shard._scan.batch_rows import Dim, note_rows
 from torch_shard._scan.bundles import GraphInput, names_of
 from torch_shard._scan.entries import Cut, EntryNotes
@@ -138,9 +138,9 @@ class RolledLoss:
         """The same of another graph with these calls."""
         return RolledLoss(program, self.calls, self.scan, self._remat)
 
-    def run(self, key: jax.Array | None, inputs: Inputs) -> list[Result]:
+    def run(self, key: jax.Array | None, inputs: Inputs, split: RowSplit | None) -> list[Result]:
         """Arrays, and rows of stacked arrays."""
-        return execute(self.items, self.outputs, key, inputs)
+        return execute(self.items, self.outputs, key, inputs, split=split)
 
     def without(self, inputs: Sequence[GraphInput]) -> list[str]:
         """Names of bundled parameters that the loss does not reach, of the inputs whose gradients follow it."""

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from torch_shard._common.random import Key
-from torch_shard._lowering import matmul_precision
+from torch_shard._lowering import RowSplit, matmul_precision
 from torch_shard._scan.instructions import BundleValues, Instruction, Operand, Output
 from torch_shard._scan.narrow import wide
 from torch_shard._scan.reroll import Loop
@@ -109,6 +109,7 @@ def execute(
     key: Key,
     inputs: Inputs,
     *,
+    split: RowSplit | None,
     known: Mapping[Operand, Result] | None = None,
 ) -> list[Result]:
     """Run instructions and loops.
@@ -118,19 +119,21 @@ def execute(
         outputs: `Operand`s, `BundleValues`, or what is not a tensor.
         key: A random key, or None.
         inputs: What `Operand`s with a number are.
+        split: How the rows of the batch lie on the mesh of a step.
         known: What others have made that ran before.
 
     Returns:
         For each output an array or a `StackRow`, for a bundle a list of them, with None for zero.
     """
-    run = _Run(items, outputs, inputs, known or {})
+    run = _Run(items, outputs, inputs, split=split, known=known or {})
     with matmul_precision():
         for item in items:
             if isinstance(item, Loop):
                 run.loop(item, key)
             else:
                 with item.scope:
-                    run.done[item] = item.operate(key, item.place, [array_of(run.read(v)) for v in item.sources])
+                    values = [array_of(run.read(v)) for v in item.sources]
+                    run.done[item] = item.operate(key, item.place, values, split)
         return [run.output(value) for value in outputs]
 
 
@@ -140,9 +143,11 @@ class _Run:
         items: Sequence[Instruction | Loop],
         outputs: Sequence[Output],
         inputs: Inputs,
+        *,
+        split: RowSplit | None,
         known: Mapping[Operand, Result],
     ) -> None:
-        self._inputs, self._known = inputs, known
+        self._inputs, self._split, self._known = inputs, split, known
         self.done: dict[Instruction, Result] = {}
         self._rows: dict[tuple[Instruction, tuple[int, ...]], Result] = {}
         self._wanted: dict[int | Instruction, set[tuple[int, ...]]] = {}
@@ -188,7 +193,8 @@ class _Run:
         def body(carry: list[jax.Array], given: Any) -> tuple[list[jax.Array], list[jax.Array]]:
             each, places = given
             each = [row if of is None else of[row] for (of, _), row in zip(per_row, each, strict=True)]
-            return iterate(loop, results, key, carry, each=each, fixed=fixed, places=places)
+            given = {"each": each, "fixed": fixed, "places": places}
+            return iterate(loop, results, key, carry, **given, split=self._split)
 
         first = [array_of(self.read(value)) for value, _, _ in loop.carries]
         if loop.is_backward:
@@ -237,6 +243,7 @@ def iterate(
     each: Sequence[Result],
     fixed: Sequence[Result],
     places: Mapping[int, jax.Array],
+    split: RowSplit | None,
 ) -> tuple[list[jax.Array], list[Result]]:
     """One iteration of a loop.
 
@@ -248,6 +255,7 @@ def iterate(
         each: What differs by iteration.
         fixed: What does not.
         places: Where instructions stand in the stream of random numbers.
+        split: How the rows of the batch lie on the mesh of a step.
 
     Returns:
         What it hands on, and the results, of which some are `Narrow`.
@@ -259,7 +267,7 @@ def iterate(
             wide(_at(found[s.number], s.path)) if s.kind == "own" else known[s.kind][s.number] for s in loop.slots[i]
         ]
         with instruction.scope_of_all:
-            found.append(instruction.operate(key, places.get(i), sources))
+            found.append(instruction.operate(key, places.get(i), sources, split))
     handed = [wide(_at(found[number], path)) for _, number, path in loop.carries]
     return handed, [_at(found[number], path) for number, path in results]
 

@@ -18,6 +18,9 @@ LOWERINGS: dict[Operator, Lowering] = {}
 RANDOM: set[Operator] = set()
 """Operators whose lowering takes a random key as its first argument."""
 
+ON_MESH: set[Operator] = set()
+"""Operators whose lowering takes how the rows of the batch lie, as `split`; None where no step is around it."""
+
 # torchax has a lowering, but its value or its state update differs from PyTorch's (measured against eager torch).
 _WRONG_IN_TORCHAX = (
     "_native_batch_norm_legit",
@@ -41,7 +44,7 @@ _SUMS_IN_TORCHAX = ("index_add",)
 STORAGE_KWARGS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
 
 
-def lowers(*ops: Operator, random: bool = False) -> Callable[[Lowering], Lowering]:
+def lowers(*ops: Operator, random: bool = False, on_mesh: bool = False) -> Callable[[Lowering], Lowering]:
     """Register a function as the lowering of ATen operators."""
 
     def register(fn: Lowering) -> Lowering:
@@ -49,6 +52,8 @@ def lowers(*ops: Operator, random: bool = False) -> Callable[[Lowering], Lowerin
             LOWERINGS[op] = fn
             if random:
                 RANDOM.add(op)
+            if on_mesh:
+                ON_MESH.add(op)
         return fn
 
     return register
