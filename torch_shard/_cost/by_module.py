@@ -1,9 +1,9 @@
 """Costs of a program by the module that they are for."""
 
 import dataclasses
-import re
 from collections.abc import Iterable
 
+from torch_shard._common.printed import starred
 from torch_shard._cost.total import Cost
 
 OPTIMIZER, LOSS, COMPILER = "(optimizer)", "(loss)", "(not attributed)"
@@ -50,7 +50,7 @@ class ModulePaths:
     """Finds the modules of a model in the labels of a program."""
 
     def __init__(self, paths: Iterable[str]) -> None:
-        self._known = {_starred(path) for path in paths if path}
+        self._known = {starred(path) for path in paths if path}
 
     def find(self, label: str) -> str:
         """The path of the module in a label, or what else it is for."""
@@ -58,7 +58,7 @@ class ModulePaths:
         parts = label.split(":")[0].split("/")  # XLA lists the labels of what it combines
         for part in map(_unmapped, parts):
             longer = f"{found}.{part}" if found else part
-            if _starred(longer) in self._known:
+            if starred(longer) in self._known:
                 found = longer
         if found:
             return found
@@ -78,7 +78,3 @@ class ModulePaths:
 def _unmapped(part: str) -> str:
     """A part of a label without what `jax.vmap` puts around it: the layers of a pipeline are mapped over its stages."""
     return part.removeprefix("vmap(").removesuffix(")") if part.startswith("vmap(") else part
-
-
-def _starred(path: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)

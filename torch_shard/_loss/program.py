@@ -19,9 +19,11 @@ from torch_shard._loss.host_values import HostValues
 from torch_shard._loss.inputs import LossInputs, forms_of, in_program
 from torch_shard._loss.joint import LossShape
 from torch_shard._lowering import (
+    ConstrainedValues,
     Program,
     RowSplit,
     compiler_options,
+    constrained_values,
     find_written_out,
     report_attention,
     report_context,
@@ -117,6 +119,11 @@ class LossProgram:
     def with_remat(self, remat: str) -> "LossProgram":
         """The same program, with another choice of what is computed again in the backward pass."""
         return dataclasses.replace(self, rolled=None if self.rolled is None else self.rolled.with_remat(remat))
+
+    @property
+    def constraints(self) -> ConstrainedValues:
+        """The values that it lays out on the mesh, and why."""
+        return constrained_values(self._graphs, self.rows)
 
     @property
     def written_out(self) -> list[str]:

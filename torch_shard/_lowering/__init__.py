@@ -2,7 +2,8 @@
 
 from torch_shard._lowering.carried import GraphOutline, Kind, Number, Place, outline_of, split_kinds, vectors
 from torch_shard._lowering.compiler_options import compiler_options
-from torch_shard._lowering.constraints import DIMS, RESULT, ROWS, SEQUENCE, USED_AS, constraints_of, described
+from torch_shard._lowering.constrained_values import ConstrainedValue, ConstrainedValues, constrained_values
+from torch_shard._lowering.constraints import DIMS, ROWS, SEQUENCE, USED_AS
 from torch_shard._lowering.interpreter import (
     conform,
     draws_random,

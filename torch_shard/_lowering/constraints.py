@@ -11,7 +11,7 @@ rows, which leaves all other dims to the partitioner, keeps it from that.
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import torch
@@ -176,13 +176,3 @@ def _is_tensor(node: Node) -> bool:
 def _is_integer(node: Node) -> bool:
     dtype = node.meta["val"].dtype
     return not dtype.is_floating_point and not dtype.is_complex and dtype is not torch.bool
-
-
-def described(constraint: Constraint) -> str:
-    """The dims of a value and their axes, as `2: model`; those that the compiler chooses are left out."""
-
-    def axes(part: Any) -> str:
-        return "x".join((part,) if isinstance(part, str) else part or ("whole",))
-
-    free = PartitionSpec.UNCONSTRAINED
-    return ", ".join(f"{dim}: {axes(part)}" for dim, part in enumerate(constraint.spec) if part is not free)
