@@ -240,6 +240,21 @@ class StateLayout:
         others = params.part(self.params.restricted(name for name in self.params.names if name not in trained))
         return Stacks.from_dict(Stacks.merged(trained, others), self.params)
 
+    def start(self, held: Mapping[str, Stacks], opt_state: PyTree, seed: int) -> TrainState:
+        """The state at step 0 with these arrays."""
+        words = np.asarray(jax.random.key_data(jax.random.key(seed)))
+        replicated: Any = self.shardings.step
+        zeros = (put(np.zeros((), np.int32), replicated) for _ in range(2))
+        # `put`, where device_put would not reach the devices of other processes
+        return dataclasses.replace(
+            self.shardings,
+            step=next(zeros),
+            **held,
+            opt_state=opt_state,
+            key=jax.random.wrap_key_data(put(words, replicated)),
+            num_batches=next(zeros),
+        )
+
     def init_opt_state(self, params: Stacks) -> PyTree:
         """The optimiser's state for these parameters."""
 
