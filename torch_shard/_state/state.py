@@ -135,9 +135,7 @@ class StateLayout:
     ) -> None:
         self._plan, self._init_optimizer, self._moments = plan, init_optimizer, moments or plan
         layout = stack_layout(model, held.all, groups, plan.kept, stages=plan.stages)
-        self.params, self.frozen, self.buffers = (
-            layout.restricted(tensors) for tensors in (held.trainable, held.frozen, held.buffers)
-        )
+        self.params, self.frozen, self.buffers = map(layout.restricted, held.kinds)
         self._tensors = {n: struct_of(t) for n, t in held.all.items()}
         self.trained = self.params if trained is None else self.params.restricted(trained)
         _refuse_moments(self._moments, self.trained.forms)

@@ -85,9 +85,9 @@ class ApplyStep(Step):
             (8, 2)
         """
         self._hold(self._tensors.present())
-        layout, held = self._state_layout, (self._held.trainable, self._held.frozen, self._held.buffers)
+        layout, kinds = self._state_layout, zip(KINDS, self._held.kinds, strict=True)
         with jax.ensure_compile_time_eval():  # where it is called within a jax.jit
-            placed = {kind: layout.place(kind, tensors) for kind, tensors in zip(KINDS, held, strict=True)}
+            placed = {kind: layout.place(kind, tensors) for kind, tensors in kinds}
             return layout.start(placed, layout.shardings.opt_state, seed=0)
 
     @error_prefix(None)

@@ -26,6 +26,7 @@ from torch_shard._loss import (
     HostValues,
     LossOutputs,
     LossProgram,
+    LossSource,
     Microbatches,
     check_activations,
     check_loss_fn,
@@ -128,6 +129,15 @@ class CompiledStep:
         self.plan, self.optimizer_plan = plan, moments
         self.layers = layers.decided(model, self.mesh.devices.flat[0].platform)
         check_activations(plan, self.layout.row_axes)
+        self._source = LossSource(
+            model=model,
+            loss_fn=self.loss_fn,
+            train=self.train,
+            precision=options.precision,
+            layers=self.layers,
+            plan=plan,
+            trained=self._trained,
+        )
 
     def _hold(self, held: Holdings) -> None:
         """Be of these tensors of the model, with the values that they have now."""
@@ -256,16 +266,10 @@ class CompiledStep:
     def _capture(self, key: ProgramKey, values: HostValues, microbatch: int) -> LossProgram:
         self._tensors.present()
         loss = loss_program(
-            self.model,
-            self.loss_fn,
+            self._source,
             self._microbatches.signature(key.signature),
-            precision=self.options.precision,
-            train=self.train,
-            layers=self.layers,
-            values=values,
-            plan=self.plan,
+            values,
             microbatch=microbatch,
-            trained=self._trained,
             sequence_dims=self.layout.sequence_dims([s.shape for s in key.signature.specs], key.signature.paths),
             rows=self._row_split(),
         )

@@ -27,6 +27,7 @@ from torch_shard._loss import LossOutputs, update_objects
 from torch_shard._scan import Siblings
 from torch_shard._sharding import LossFn, Stacks, constrain_stacks, to_meta, with_values
 from torch_shard._state import (
+    KINDS,
     StateLayout,
     TrainState,
     check_apart,
@@ -72,7 +73,6 @@ class Training(Step):
 
     def _store(self, groups: list[Siblings]) -> None:
         """Keep states in this layout from now on: entries of these groups of layers are stored together."""
-        self._stored = groups
         self._layout = StateLayout(
             self.model,
             self._held,
@@ -158,14 +158,12 @@ class Training(Step):
         agree_on_values(self._held, self.plan, seed=seed, opt_state=self.structs.opt_state)
         self._donated = donate
         release = self._release if donate else None
-        held = {"params": self._held.trainable, "frozen": self._held.frozen, "buffers": self._held.buffers}
         taken = set[int]() if donate else None
-        placed = {k: self._layout.place(k, tensors, release=release, taken=taken) for k, tensors in held.items()}
-        state = self.start(placed, seed=seed)
-        found = self._update.present(self._held.trainable)
-        if found is None:
-            return state
-        own = self._layout.normal(dataclasses.replace(state, opt_state=found))
+        kinds = zip(KINDS, self._held.kinds, strict=True)
+        placed = {kind: self._layout.place(kind, held, release=release, taken=taken) for kind, held in kinds}
+        if (found := self._update.present(self._held.trainable)) is None:
+            return self.start(placed, seed=seed)
+        own = self._layout.normal(self._layout.start(placed, found, seed))
         return dataclasses.replace(own, opt_state=self._labeled(own.opt_state))
 
     @error_prefix(None)
@@ -182,7 +180,7 @@ class Training(Step):
 
     def _release(self, names: tuple[str, ...]) -> None:
         """Leave shapes in the places of these entries of the model."""
-        for held in (self._held.trainable, self._held.frozen, self._held.buffers):
+        for held in self._held.kinds:
             for name in [name for name in names if name in held]:
                 held[name] = to_meta(self.model, held[name])
         self._hold(self._held)
