@@ -97,7 +97,7 @@ def _first(prefill: Prefill) -> Any:
     """What the program for the prompt leaves: shapes, and how they are split."""
     lengths = (SLOTS, SLOTS + NEW, SLOTS)
     batch = tuple(torch.empty(ROWS, length, dtype=torch.int64, device="meta") for length in lengths)
-    lowered = prefill.lower(prefill._state_structs(), batch)
+    lowered = prefill.lower(prefill.structs, batch)
     splits = lowered.compile().output_shardings
     return jax.tree.map(lambda a, split: _struct(a.shape, a.dtype, split), lowered.out_info, splits)
 
@@ -108,12 +108,12 @@ def _decode_lowered(decode: Decode, first: Any) -> jax.stages.Lowered:
     arrays = [*(_struct(shape, np.int32, whole) for shape in shapes), *first["keys"], *first["values"]]
     _, signature = flatten_batch((*arrays[:4], first["keys"], first["values"]))
     batch: Any = ShardedBatch(arrays, signature, leaves=tuple(arrays))
-    program, _ = decode._prepare(batch, decode._state_structs(), only_shapes=True)  # pyright: ignore[reportPrivateUsage]
+    program, _ = decode._prepare(batch, decode.structs, only_shapes=True)  # pyright: ignore[reportPrivateUsage]
     number, key = _struct((), np.int32, whole), jax.eval_shape(lambda: jax.random.key(0))
     fraction: Any = _struct((), np.float32, whole)
     sampling = Sampling(_struct((), key.dtype, whole), fraction, number, fraction, greedy=True)
     loop = Loop(first["logits"], number, _struct((1,), np.int32, whole), number, sampling, NEW)
-    return program.lower(as_arrays(decode._state_structs()), [*arrays, loop])
+    return program.lower(as_arrays(decode.structs), [*arrays, loop])
 
 
 def _struct(shape: tuple[int, ...], dtype: Any, split: Any) -> Any:

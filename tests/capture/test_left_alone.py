@@ -20,11 +20,10 @@ from tests.oracles.eager import assert_follows, eager_trajectory
 from tests.tables import layered, layers_with_effects, models, odd, semantics
 from tests.tables.cases import Case, chosen, make_mesh
 from tests.tables.semantics import WIDTH, built
-from torch_shard._capture import Precision
 from torch_shard._loss.batch import flatten_batch
 from torch_shard._loss.capture import loss_program
 from torch_shard._loss.host_values import HostValues
-from torch_shard._scan import LayerOptions
+from torch_shard._loss.joint import LossSource
 
 
 def attributes(model: nn.Module) -> list[object]:
@@ -223,13 +222,6 @@ def test_any_capture_leaves_the_model_as_it_was(name: str) -> None:
 
 def capture_loss(model: nn.Module, loss_fn: Any, batch: object) -> None:
     leaves, signature = flatten_batch(batch)
-    loss_program(
-        model,
-        loss_fn,
-        signature,
-        precision=Precision(),
-        train=True,
-        layers=LayerOptions(),
-        values=HostValues(leaves, signature, model.get_buffer),
-        plan=ts.ShardingPlan({}, default=P()).resolve(model, make_mesh((1, 1))),
-    )
+    plan = ts.ShardingPlan({}, default=P()).resolve(model, make_mesh((1, 1)))
+    source = LossSource(model=model, loss_fn=loss_fn, train=True, plan=plan)
+    loss_program(source, signature, HostValues(leaves, signature, model.get_buffer))

@@ -95,10 +95,12 @@ def assert_follows(
         floor = 2e-6 * max(np.abs(g).max() for g in wanted["grads"].values())
         for name, grad in wanted["grads"].items():
             assert_close(grads[name], grad, 10 * case.rtol, floor, f"gradient of {name}")  # it builds up by step
-        made = {name: buffer.numpy() for program in step.programs for name, buffer, _ in program.made_buffers}
+        made = {
+            name: buffer.numpy() for program in step.programs for name, buffer, _ in program.loss.captured.made_buffers
+        }
         for name, value in wanted["held"].items():
             assert_close(made[name] if name in made else state.tensors[name], value, 10 * case.rtol, floor, name)
-    asks = any(program.reads_batch for program in step.programs)  # then there is a program for each answer
+    asks = any(program.loss.reads_batch for program in step.programs)  # then there is a program for each answer
     assert step.num_compiles == (len(step.programs) if asks else 1)
     assert set(state.tensors) == set(trajectory[0]["held"]) - set(made)
     _assert_layout(state, step)

@@ -31,3 +31,30 @@ def test_packages_import_what_the_init_files_of_others_export_and_no_file_of_the
         assert all(isinstance(node, (ast.Expr, ast.ImportFrom, ast.Assign)) for node in inits[name].body), name
         froms = [node for node in inits[name].body if isinstance(node, ast.ImportFrom)]
         assert {alias.name for node in froms for alias in node.names} == used[name], name
+
+
+def _module(path: pathlib.Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imported(path: pathlib.Path) -> set[str]:
+    """The modules of torch_shard that a file imports anywhere: at its top, for type checkers, within functions."""
+    modules, found = set(map(_module, FILES)), set[str]()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            within = (f"{node.module}.{alias.name}" for alias in node.names)
+            found.update(name if name in modules else node.module for name in within)
+    return found & modules
+
+
+def test_no_modules_of_a_package_import_each_other_in_a_circle():
+    """Not for type checkers either. A circle is left when those that import none of the others are taken away."""
+    for package in (*PACKAGES, *OPEN):
+        names = {_module(path) for path in (ROOT / package).rglob("*.py")}
+        left = {_module(path): _imported(path) & names for path in (ROOT / package).rglob("*.py")}
+        while free := [name for name, imported in left.items() if not imported & left.keys()]:
+            left = {name: imported for name, imported in left.items() if name not in free}
+        assert {name: sorted(imported & left.keys()) for name, imported in left.items()} == {}

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.sharding import Sharding
 
 from torch_shard._common.types import PyTree
 from torch_shard._device import put
@@ -20,7 +19,7 @@ from torch_shard._generate.cache import contents, empty_cache, filled_cache
 from torch_shard._generate.sample import Sampling
 from torch_shard._loss import LossProgram, flatten_batch
 from torch_shard._state import TrainState, as_arrays, check_names
-from torch_shard._train import ApplyStep, ShardedBatch, StepOptions
+from torch_shard._train import ApplyStep, Body, ShardedBatch, StepOptions, Task
 
 
 @jax.tree_util.register_dataclass
@@ -71,21 +70,18 @@ class Prefill(ApplyStep):
 
         super().__init__(model, prefill, options)
 
-    def _jit(
-        self, program: LossProgram, batch_shardings: list[Sharding], skip_grad_norm: float | None
-    ) -> Callable[..., PyTree]:
-        refuse_values(program)
+    def _body(self, task: Task) -> tuple[Body, dict[str, Any]]:
+        refuse_values(task.loss)
 
         def prefill(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> PyTree:
             check_names(state, self._held.all)
-            return program.run(state.key, state.tensors, batch, closure).metrics["outputs"]
+            return task.loss.run(state.key, state.tensors, batch, closure).metrics["outputs"]
 
-        return jax.jit(prefill, compiler_options=program.compiler_options(self.mesh))
+        return prefill, {}
 
     def run(self, state: TrainState, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> PyTree:
         """Logits (B, V), keys and values, after a prompt."""
-        program, arrays = self._prepare((ids, mask, positions), state)
-        return program(as_arrays(state), arrays)
+        return self._run((ids, mask, positions), state)[1]
 
 
 class Decode(ApplyStep):
@@ -100,10 +96,8 @@ class Decode(ApplyStep):
 
         super().__init__(model, decode, options)
 
-    def _jit(
-        self, program: LossProgram, batch_shardings: list[Sharding], skip_grad_norm: float | None
-    ) -> Callable[..., PyTree]:
-        refuse_values(program)
+    def _body(self, task: Task) -> tuple[Body, dict[str, Any]]:
+        refuse_values(task.loss)
 
         def decode(state: TrainState, given: list[Any], closure: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
             check_names(state, self._held.all)
@@ -113,13 +107,12 @@ class Decode(ApplyStep):
 
             def call(number: jax.Array, token: jax.Array, cache: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
                 batch = [token[:, None], mask, positions + number, filled + number, *cache]
-                out = program.run(jax.random.fold_in(state.key, number), held, batch, closure).metrics["outputs"]
+                out = task.loss.run(jax.random.fold_in(state.key, number), held, batch, closure).metrics["outputs"]
                 return out["logits"], [*out["keys"], *out["values"]]
 
             return _loop(given[-1], call, cache)
 
-        options = program.compiler_options(self.mesh)
-        return jax.jit(decode, out_shardings=self.replicated, compiler_options=options)
+        return decode, {"out_shardings": self.replicated}
 
     def run(self, state: TrainState, first: PyTree, mask: Any, positions: Any, *, filled: int, loop: Loop) -> PyTree:
         """New tokens (B, N), and how many of the N were made."""

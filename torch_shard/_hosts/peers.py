@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -22,9 +22,6 @@ from torch_shard._common.caller import caller
 from torch_shard._hosts.data import pack, unpack
 from torch_shard._hosts.judge import TOGETHER, Judge, News, Status, Times, standing, waits_in
 
-if TYPE_CHECKING:
-    from torch_shard._hosts.stopping import Gate
-
 STATUS = 75
 """With which a process ends whose peer has failed: EX_TEMPFAIL of sysexits.h, "try again"."""
 LOST = "the connection to it is lost (killed, or out of memory?)"
@@ -32,6 +29,21 @@ LOST = "the connection to it is lost (killed, or out of memory?)"
 
 class PeerError(RuntimeError):
     """Another process has failed, or does not come: what this one waits for will never be."""
+
+
+class Loop(Protocol):
+    """A loop that all processes leave at the same step, by its number; see `Gate` in `stopping.py`."""
+
+    number: int
+    reason: tuple[int, str] | None
+
+    def pause(self) -> int:
+        """Stand still, and say how many steps were begun."""
+        ...
+
+    def resume_until(self, at: int | None, rank: int, reason: str) -> None:
+        """Go on, up to this position."""
+        ...
 
 
 class Peers:
@@ -61,7 +73,7 @@ class Peers:
         self.ended: dict[int, str] = {}
         self.failed = self.told = self.dying = self.saved = self.closing = False
         self.running: jax.Array | None = None
-        self.loop: Gate | None = None
+        self.loop: Loop | None = None
         self.heard = time.monotonic()
         self.exit_at: tuple[float, int] | None = None
         self._store: Any = store  # whose annotations have text alone, where it takes bytes

@@ -11,13 +11,13 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from torch_shard._capture import Captured, Precision, Reads, capture
+from torch_shard._capture import Captured, Reads, capture
 from torch_shard._common.caller import public
 from torch_shard._common.printed import InNotebooks
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._common.wrappers import check_module
-from torch_shard._loss import HostValues, JointLoss, LossShape, capture_with, check_loss_fn, flatten_batch
+from torch_shard._loss import HostValues, JointLoss, LossShape, LossSource, capture_with, check_loss_fn, flatten_batch
 from torch_shard._lowering import LOWERINGS, draws_random, find_lowering, is_own, keeps_whole, place_of
 from torch_shard._sharding import LossFn
 
@@ -122,7 +122,7 @@ def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: PyTree, *, t
     leaves, signature = flatten_batch(batch)
     buffers = dict(model.named_buffers())
     host = HostValues(leaves, signature, buffers.__getitem__).of()
-    fn, specs = JointLoss(model, loss_fn, signature, precision=Precision(), train=train, host=host)()
+    fn, specs = JointLoss(LossSource(model=model, loss_fn=loss_fn, train=train), signature, host)()
     reads = Reads(loss_fn, restore=True)
     with reads.seen():
         graph = capture_with(host, lambda: capture(fn, specs, keep=keeps_whole, explain=True))

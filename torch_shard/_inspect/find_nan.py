@@ -176,10 +176,11 @@ def find_nan(step: TrainStep, state: TrainState, batch: PyTree) -> NanReport:
 
 def replay(step: TrainStep, state: TrainState, placed: ShardedBatch) -> NanReport:
     """Look for the place in eager torch alone; `loss` is that of eager torch."""
-    found = _replay(Replay(step, state, placed))
+    found = _replay(Replay(step.gradient_step, state, placed))
     dtype = step.options.compute_dtype
     if found.place in ("forward", "backward") and dtype is not None:
-        again = _replay(Replay(step, state, placed, precision=dataclasses.replace(step.options.precision, dtype=None)))
+        precision = dataclasses.replace(step.options.precision, dtype=None)
+        again = _replay(Replay(step.gradient_step, state, placed, precision=precision))
         words = "it is there as well" if again else f"all is finite, with the loss {again.loss:.6g}"
         note = f"This is what eager torch has with compute_dtype={dtype}; without it, {words}."
         found = dataclasses.replace(found, notes=(*found.notes, note))

@@ -158,7 +158,7 @@ def _limits(run: Run) -> tuple[float, str]:
     """How far values may be apart, of the largest entry, and in what they were computed, in words."""
     dtype = run.training.dtype
     if dtype == torch.float64:
-        replay = Replay(run.step, run.step.init(), run.step.put(run.training.batches[0]))
+        replay = Replay(run.step.gradient_step, run.step.init(), run.step.put(run.training.batches[0]))
         with _Narrow() as found, torch.no_grad():
             replay.forward(next(iter(replay)))
         if found.is_narrow:

@@ -21,7 +21,6 @@ from torch_shard._train import (
     TrainStep,
     Values,
     array_of,
-    cpu_model,
     in_float64,
     make_train_step,
     numbers_of,
@@ -77,11 +76,11 @@ class Run:
     def in_torch(self) -> list[Values]:
         """The same by eager torch on the CPU, from where the step begins and in its microbatches."""
         state, found = self.step.init(), list[Values]()
-        model = cpu_model(self.step, state)
+        model = self.step.gradient_step.cpu_model(state)
         optimizer = self.training.optimizers[1]([p for p in model.parameters() if p.requires_grad])
         for batch in self.training.batches:
             optimizer.zero_grad()
-            replay = Replay(self.step, state, self.step.put(batch), model=model)
+            replay = Replay(self.step.gradient_step, state, self.step.put(batch), model=model)
             numbers = replay.run(state.params)
             optimizer.step()
             found.append(numbers | _held(state, replay.held(state.tensors)))
@@ -100,7 +99,7 @@ class Run:
 
     def in_float64(self) -> Training:
         """The training with a copy of the model and the batches in float64, for where 64 bits are enabled."""
-        model = cpu_model(self.step, self.step.init()).double()
+        model = self.step.gradient_step.cpu_model(self.step.init()).double()
         return dataclasses.replace(self.training, model=model, batches=list(map(in_float64, self.training.batches)))
 
 

@@ -5,22 +5,21 @@ import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 
-from torch_shard._capture import HostInputs, Mismatch, Precision, Reads
+from torch_shard._capture import HostInputs, Mismatch, Reads
 from torch_shard._common.caller import caller
 from torch_shard._common.last_used import KEPT
-from torch_shard._loss.activations import Activations
 from torch_shard._loss.batch import BatchSignature
 from torch_shard._loss.captured import CapturedLoss
 from torch_shard._loss.host_values import HostValues, capture_with
-from torch_shard._loss.joint import JointLoss, LossShape
+from torch_shard._loss.joint import JointLoss, LossShape, LossSource
 from torch_shard._loss.program import LossProgram
 from torch_shard._lowering import OverContext, RowSplit, capture_settings, refuse_change
-from torch_shard._scan import CapturedLayers, LayerOptions, capture_layers
-from torch_shard._sharding import LossFn, ResolvedPlan, gradient_hooks, holdings, memory_span
+from torch_shard._scan import CapturedLayers, capture_layers
+from torch_shard._sharding import LossFn, gradient_hooks, holdings, memory_span
 
 logger = logging.getLogger(__name__)
 
@@ -48,37 +47,36 @@ _CAPTURED = weakref.WeakKeyDictionary[torch.nn.Module, _Captures]()
 class _LossCapture:
     """How a loss is captured for one signature of the batch."""
 
-    model: torch.nn.Module
-    loss_fn: LossFn
-    joint: Callable[..., JointLoss]
-    layers: LayerOptions
+    source: LossSource
+    signature: BatchSignature
     sequence_dims: tuple[int | None, ...]
 
     def run(self, host: HostInputs) -> CapturedLoss:
         """Capture it, for what the host has of the batch and of buffers."""
         what = self._what()
-        joint, reads = self.joint(host=host), Reads(self.loss_fn, restore=True)
+        model, joint = self.source.model, JointLoss(self.source, self.signature, host)
+        reads = Reads(self.source.loss_fn, restore=True)
         try:
             layers = capture_with(host, lambda: self._layers(joint, reads, what))
         finally:  # a dict that was asked for a parameter may have raised
-            reads.refuse_identity(guard := reads.guard(), holdings(self.model).all, what)
-        captured = CapturedLoss(layers, self.model, guard, self.look_again)
+            reads.refuse_identity(guard := reads.guard(), holdings(model).all, what)
+        captured = CapturedLoss(layers, model, guard, self.look_again)
         program = LossProgram.of(captured, None)
-        _refuse_aliases(program, self.model, what)
+        _refuse_aliases(program, model, what)
         _warn_of(guard.too_large, what)
         _refuse_written_out(program, joint.context, what)
         return captured
 
     def _layers(self, joint: JointLoss, reads: Reads, what: str) -> CapturedLayers[LossShape]:
         # What is evaluated in torch.inference_mode is the same program; there is nothing to train in it.
-        is_inference = torch.is_inference_mode_enabled() and joint.trains
-        with torch.inference_mode(is_inference), _told(what, joint.signature), reads.seen():
+        is_inference = torch.is_inference_mode_enabled() and self.source.train
+        with torch.inference_mode(is_inference), _told(what, self.signature), reads.seen():
             return capture_layers(
-                self.model,
-                self.loss_fn,
-                self.layers,
+                self.source.model,
+                self.source.loss_fn,
+                self.source.layers,
                 joint=joint,
-                num_batch=len(joint.signature.specs),
+                num_batch=len(self.signature.specs),
                 what=what,
                 sequence_dims=self.sequence_dims,
             )
@@ -88,52 +86,36 @@ class _LossCapture:
         again = self.run(host)
         if captured.is_same(again):
             return
-        refuse_change(*self.joint(host=host)(None), self._what(), captured.difference(again))
+        refuse_change(*JointLoss(self.source, self.signature, host)(None), self._what(), captured.difference(again))
 
     def _what(self) -> str:
-        return f"{caller()}: {getattr(self.loss_fn, 'called', 'the loss')}"
+        return f"{caller()}: {getattr(self.source.loss_fn, 'called', 'the loss')}"
 
 
 def loss_program(
-    model: torch.nn.Module,
-    loss_fn: LossFn,
+    source: LossSource,
     signature: BatchSignature,
-    *,
-    precision: Precision,
-    train: bool,
-    layers: LayerOptions,
     values: HostValues,
-    plan: ResolvedPlan,
+    *,
     rows: RowSplit | None = None,
     microbatch: int = 0,
-    trained: Collection[str] | None = None,
     sequence_dims: tuple[int | None, ...] = (),
 ) -> LossProgram:
     """The program of `loss_fn(model, batch)` for batches like this, captured once per model, loss and signature."""
-    held = holdings(model).training(trained)
+    model, plan, held = source.model, source.plan, source.held
     entries = tuple((name, tuple(t.shape), t.dtype, name in held.trainable) for name, t in held.all.items())
-    flags = tuple(m.training for m in model.modules()) if train else None
-    key = (_identity(loss_fn), signature, entries, flags, precision, layers, capture_settings())
-    hooks = gradient_hooks(held.trainable.values()) if train else ()
-    key = (*key, hooks, values.num > 1, plan.activations, plan.context, sequence_dims)
-    key = (*key, plan.mesh if plan.activations or plan.context else None)  # the mesh says what fits
+    flags = tuple(m.training for m in model.modules()) if source.train else None
+    hooks = gradient_hooks(held.trainable.values()) if source.train else ()
+    key = (_identity(source.loss_fn), signature, entries, flags, source.precision, source.layers, capture_settings())
+    key = (*key, hooks, values.num > 1, sequence_dims)
+    if plan is not None and (plan.activations or plan.context):
+        key = (*key, plan.activations, plan.context, plan.mesh)  # the mesh says what fits
     family = _CAPTURED.setdefault(model, _Captures())
     known = [captured for captured in family.of(key) if not captured.outdated()]
     host = values.of(microbatch)
     captured = next((captured for captured in known if not isinstance(captured.answers.run(host), Mismatch)), None)
     if captured is None:
-        joint = functools.partial(
-            JointLoss,
-            model,
-            loss_fn,
-            signature,
-            precision=precision,
-            train=train,
-            activations=Activations(model, plan.activations, plan.mesh),
-            trained=trained,
-            context=OverContext(plan.context, plan.mesh) if plan.context else None,
-        )
-        captured = _LossCapture(model, loss_fn, joint, layers, sequence_dims).run(host)
+        captured = _LossCapture(source, signature, sequence_dims).run(host)
         known = [captured, *known[: KEPT - 1]]
     family.keep(key, known)
     return LossProgram.of(captured, rows)

@@ -27,8 +27,8 @@ from torch_shard._loss.batch import BatchSignature
 from torch_shard._loss.metric_updates import for_objects
 from torch_shard._loss.result import as_metric, split_loss
 from torch_shard._lowering import OverContext
-from torch_shard._scan import Bundle, GraphInput, LayerInterceptor, graph_inputs
-from torch_shard._sharding import LossFn, entry_places, holdings, mark_parameter, marked_like
+from torch_shard._scan import Bundle, GraphInput, LayerInterceptor, LayerOptions, graph_inputs
+from torch_shard._sharding import Holdings, LossFn, ResolvedPlan, entry_places, holdings, mark_parameter, marked_like
 
 Check = Callable[[], None] | None
 
@@ -45,45 +45,56 @@ class LossShape:
     without_grad: tuple[GraphInput, ...]
 
 
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class LossSource:
+    """A loss, and what it is captured by for any batch.
+
+    Attributes:
+        model: Captured with the training flags that it has now, or in eval mode.
+        loss_fn: Returns what `split_loss` takes.
+        train: With gradients; otherwise in eval mode and without.
+        precision: What it computes in.
+        layers: What concerns repeated layers.
+        plan: How entries and activations are split; None where it is only looked at.
+        trained: The parameters with gradients, if not all that require them.
+    """
+
+    model: torch.nn.Module
+    loss_fn: LossFn
+    train: bool
+    precision: Precision = dataclasses.field(default_factory=Precision)
+    layers: LayerOptions = dataclasses.field(default_factory=LayerOptions)
+    plan: ResolvedPlan | None = None
+    trained: Collection[str] | None = None
+
+    @property
+    def held(self) -> Holdings:
+        """The tensors of the model as the loss takes them."""
+        return holdings(self.model).training(self.trained)
+
+
 class JointLoss:
     """`loss_fn(model, batch)` with all that a step needs of it.
 
     Args:
-        model: Captured with the training flags that it has now, or in eval mode.
-        loss_fn: Returns what `split_loss` takes.
+        source: The loss.
         signature: Of the batch.
-        precision: What it computes in.
-        train: With gradients; otherwise in eval mode and without.
         host: What the host has of the batch and of buffers, where Python asks for values; they are refused without.
-        activations: How what modules take and return is split.
-        trained: The parameters with gradients, if not all that require them.
-        context: How attention finds its keys, where the sequence of the batch is split.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        loss_fn: LossFn,
-        signature: BatchSignature,
-        *,
-        precision: Precision,
-        train: bool,
-        host: HostInputs | None = None,
-        activations: Activations | None = None,
-        trained: Collection[str] | None = None,
-        context: OverContext | None = None,
-    ) -> None:
-        self._host, self._activations, self.context = host, activations, context
-        self._model, self._loss_fn, self.signature = model, loss_fn, signature
-        self._precision, self.trains = precision, train
-        self._held = holdings(model).training(trained)
+    def __init__(self, source: LossSource, signature: BatchSignature, host: HostInputs | None) -> None:
+        self._source, self._signature, self._host, plan = source, signature, host, source.plan
+        self.context = OverContext(plan.context, plan.mesh) if plan and plan.context else None
+        moved = plan.activations if plan else ()
+        self._activations = Activations(source.model, moved, plan.mesh) if plan and moved else None
+        self._held = source.held
         self._hooks = {name: _hooks(name, parameter) for name, parameter in self._held.trainable.items()}
 
     def __call__(self, regions: LayerInterceptor | None = None) -> tuple[TensorFn[LossShape], list[Spec]]:
         """`(*tensors, *batch) -> loss, gradients, buffers and metrics`, and what it takes."""
         hooked = [name for name, hooks in self._hooks.items() if hooks]
         groups = regions.groups if regions else ()
-        named = graph_inputs(self._model, self._held.all, groups, trainable=self._held.trainable, apart=hooked)
+        named = graph_inputs(self._source.model, self._held.all, groups, trainable=self._held.trainable, apart=hooked)
 
         def joint(*inputs: torch.Tensor) -> tuple[Sequence[torch.Tensor], LossShape]:
             given = dict(zip(named, inputs, strict=False))
@@ -91,7 +102,7 @@ class JointLoss:
             if self._host:
                 buffers = {name: given[name] for name in self._held.buffers if name in given}
                 current_values().specialise(self._host, buffers, batch)
-            note([("", self._model), ("loss_fn", self._loss_fn)])
+            note([("", self._source.model), ("loss_fn", self._source.loss_fn)])
             with contextlib.ExitStack() as stack:
                 if self.context:
                     stack.enter_context(self.context.active())
@@ -99,25 +110,25 @@ class JointLoss:
                     stack.enter_context(self._activations.active())
                 if regions:
                     stack.enter_context(regions.active())
-                if not self.trains:
-                    stack.enter_context(eval_mode(self._model))
+                if not self._source.train:
+                    stack.enter_context(eval_mode(self._source.model))
                     stack.enter_context(torch.no_grad())
                 else:
                     stack.enter_context(float16_refused())
-                stack.enter_context(holding(self._model, self._tensors(given, regions)))
-                run = self._training if self.trains else self._evaluation
+                stack.enter_context(holding(self._source.model, self._tensors(given, regions)))
+                run = self._training if self._source.train else self._evaluation
                 found = run(given, batch, regions.check if regions else None)
                 if regions:
                     regions.check_used()
                 return found
 
-        return joint, [*map(self._spec, named), *self.signature.specs]
+        return joint, [*map(self._spec, named), *self._signature.specs]
 
     def _spec(self, given: GraphInput) -> Spec:
         if isinstance(given, Bundle):
-            return Spec((), torch.float32, self.trains)
+            return Spec((), torch.float32, self._source.train)
         tensor = self._held.all[given]
-        return Spec(tuple(tensor.shape), tensor.dtype, self.trains and given in self._held.trainable)
+        return Spec(tuple(tensor.shape), tensor.dtype, self._source.train and given in self._held.trainable)
 
     def _tensors(
         self, given: dict[GraphInput, torch.Tensor], regions: LayerInterceptor | None
@@ -155,19 +166,19 @@ class JointLoss:
     def _forward(
         self, batch: Sequence[torch.Tensor], check: Check
     ) -> tuple[torch.Tensor, list[torch.Tensor], object, list[MetricCall]]:
-        with self._precision.active("jax"), (objects := MetricCalls()).noted():
-            out = self._loss_fn(self._model, self.signature.rebuild(batch))
+        with self._source.precision.active("jax"), (objects := MetricCalls()).noted():
+            out = self._source.loss_fn(self._source.model, self._signature.rebuild(batch))
         if check:  # now that the user's code has run
             check()
         if self._activations:
-            self._activations.check(all_met=self.trains)
+            self._activations.check(all_met=self._source.train)
         loss, metrics = split_loss(out)
         leaves, tree = flatten({**metrics, **for_objects(objects.tensors)})
         return loss, list(map(as_metric, leaves)), tree, objects.calls
 
     def _buffers(self) -> list[torch.Tensor]:
         """The buffers as forward left them."""
-        now = dict(self._model.named_buffers())
+        now = dict(self._source.model.named_buffers())
         for name, before in self._held.buffers.items():
             after = now.get(name)
             if after is None or (after.shape, after.dtype) != (before.shape, before.dtype):

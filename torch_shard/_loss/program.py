@@ -135,6 +135,11 @@ class LossProgram:
         """What is computed on the host before each call, as Python asks for values."""
         return self.program.graph.host
 
+    @property
+    def reads_batch(self) -> bool:
+        """Whether Python has asked for values of the batch."""
+        return self.host is not None and self.host.reads_batch
+
     def fit(self, values: HostValues) -> list[torch.Tensor] | Mismatch:
         """Ask again for the values that the program was made for.
 

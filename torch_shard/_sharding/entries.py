@@ -35,6 +35,11 @@ class Holdings:
         return {**self.trainable, **self.frozen}
 
     @property
+    def kinds(self) -> tuple[dict[str, torch.Tensor], ...]:
+        """The trainable ones, the frozen ones, the buffers."""
+        return self.trainable, self.frozen, self.buffers
+
+    @property
     def all(self) -> dict[str, torch.Tensor]:
         """Every tensor, in the order trainable, frozen, buffers."""
         return {**self.params, **self.buffers}

@@ -135,9 +135,7 @@ class StateLayout:
     ) -> None:
         self._plan, self._init_optimizer, self._moments = plan, init_optimizer, moments or plan
         layout = stack_layout(model, held.all, groups, plan.kept, stages=plan.stages)
-        self.params, self.frozen, self.buffers = (
-            layout.restricted(tensors) for tensors in (held.trainable, held.frozen, held.buffers)
-        )
+        self.params, self.frozen, self.buffers = map(layout.restricted, held.kinds)
         self._tensors = {n: struct_of(t) for n, t in held.all.items()}
         self.trained = self.params if trained is None else self.params.restricted(trained)
         _refuse_moments(self._moments, self.trained.forms)
@@ -239,6 +237,21 @@ class StateLayout:
             return trained
         others = params.part(self.params.restricted(name for name in self.params.names if name not in trained))
         return Stacks.from_dict(Stacks.merged(trained, others), self.params)
+
+    def start(self, held: Mapping[str, Stacks], opt_state: PyTree, seed: int) -> TrainState:
+        """The state at step 0 with these arrays."""
+        words = np.asarray(jax.random.key_data(jax.random.key(seed)))
+        replicated: Any = self.shardings.step
+        zeros = (put(np.zeros((), np.int32), replicated) for _ in range(2))
+        # `put`, where device_put would not reach the devices of other processes
+        return dataclasses.replace(
+            self.shardings,
+            step=next(zeros),
+            **held,
+            opt_state=opt_state,
+            key=jax.random.wrap_key_data(put(words, replicated)),
+            num_batches=next(zeros),
+        )
 
     def init_opt_state(self, params: Stacks) -> PyTree:
         """The optimiser's state for these parameters."""

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -18,11 +17,10 @@ from torch_shard._common.caller import caller, error_prefix
 from torch_shard._common.convert import flatten
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call
-from torch_shard._device import put
 from torch_shard._hosts import follow
-from torch_shard._loss import LossProgram
 from torch_shard._sharding import axes_of
-from torch_shard._state import KINDS, TrainState, check_names, check_state
+from torch_shard._state import KINDS, TrainState, check_state
+from torch_shard._train.compiled_step import Body, Task
 from torch_shard._train.options import StepOptions
 from torch_shard._train.step import Step
 
@@ -87,17 +85,10 @@ class ApplyStep(Step):
             (8, 2)
         """
         self._hold(self._tensors.present())
-        layout, held = self._state_layout, (self._held.trainable, self._held.frozen, self._held.buffers)
+        layout, kinds = self._state_layout, zip(KINDS, self._held.kinds, strict=True)
         with jax.ensure_compile_time_eval():  # where it is called within a jax.jit
-            zero = put(np.zeros((), np.int32), self.replicated)
-            words = np.asarray(jax.random.key_data(jax.random.key(0)))
-            return dataclasses.replace(
-                layout.shardings,
-                step=zero,
-                num_batches=zero,
-                **{kind: layout.place(kind, tensors) for kind, tensors in zip(KINDS, held, strict=True)},
-                key=jax.random.wrap_key_data(put(words, self.replicated)),
-            )
+            placed = {kind: layout.place(kind, tensors) for kind, tensors in kinds}
+            return layout.start(placed, layout.shardings.opt_state, seed=0)
 
     @error_prefix(None)
     def __call__(self, *state_and_batch: PyTree, **inputs: PyTree) -> PyTree:
@@ -126,24 +117,18 @@ class ApplyStep(Step):
             )
         state = state_and_batch[0] if len(state_and_batch) == 2 else self.init()
         check_state(state)
-        program, arrays = self._prepare(state_and_batch[-1], state)
-        loss, outputs = program(self._normal(state), arrays)
+        _, (loss, outputs) = self._run(state_and_batch[-1], state)
         follow(loss)
         return outputs
 
-    def _jit(
-        self, program: LossProgram, batch_shardings: list[Sharding], skip_grad_norm: float | None
-    ) -> Callable[..., PyTree]:
-        is_split = any(not sharding.is_fully_replicated for sharding in batch_shardings)
-
-        run = self._microbatches.run(program, self.plan)
+    def _body(self, task: Task) -> tuple[Body, dict[str, Any]]:
+        is_split = any(not sharding.is_fully_replicated for sharding in task.shardings)
+        axis = self.plan.context.axis if self.plan.context else None
 
         def apply(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> tuple[jax.Array, PyTree]:
-            check_names(state, self._held.all)
-            out = run(jax.random.fold_in(state.key, state.step), state.tensors, batch, closure)
+            out = task.run(state, batch, closure)
             sizes = {array.shape[0] for array in batch if array.ndim} if is_split else set[int]()
-            axis = self.plan.context.axis if self.plan.context else None
-            pairs = zip(batch, batch_shardings, strict=True)
+            pairs = zip(batch, task.shardings, strict=True)
             lengths = {x.shape[1] for x, s in pairs if axis and axis in axes_of(_spec(s)[1:2])}
 
             def placed(array: jax.Array) -> jax.Array:
@@ -155,7 +140,7 @@ class ApplyStep(Step):
 
             return out.loss, jax.tree.map(placed, out.metrics["outputs"])
 
-        return jax.jit(apply, compiler_options=program.compiler_options(self.mesh))
+        return apply, {}
 
 
 def _spec(sharding: Sharding) -> PartitionSpec:

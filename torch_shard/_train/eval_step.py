@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import jax
-from jax.sharding import Sharding
 
 from torch_shard._common.caller import error_prefix
 from torch_shard._common.near_misses import near_misses
 from torch_shard._common.types import PyTree
 from torch_shard._hosts import follow
-from torch_shard._loss import LossProgram, update_objects
-from torch_shard._state import TrainState, check_names, check_state
+from torch_shard._loss import update_objects
+from torch_shard._state import TrainState, check_state
+from torch_shard._train.compiled_step import Body, Task
 from torch_shard._train.step import Step
 
 
@@ -52,21 +52,14 @@ class EvalStep(Step):
             `loss` and the metrics of `loss_fn`.
         """
         check_state(state)
-        program, arrays = self._prepare(batch, state)
-        metrics = program(self._normal(state), arrays)
+        program, metrics = self._run(batch, state)
         follow(metrics["loss"])
-        update_objects(program.calls, metrics, 1)
+        update_objects(program.loss.calls, metrics, 1)
         return metrics
 
-    def _jit(
-        self, program: LossProgram, batch_shardings: list[Sharding], skip_grad_norm: float | None
-    ) -> Callable[..., PyTree]:
-        run = self._microbatches.run(program, self.plan)
-
+    def _body(self, task: Task) -> tuple[Body, dict[str, Any]]:
         def evaluate(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> dict[str, PyTree]:
-            check_names(state, self._held.all)
-            out = run(jax.random.fold_in(state.key, state.step), state.tensors, batch, closure)
+            out = task.run(state, batch, closure)
             return {"loss": out.loss, **out.metrics}
 
-        options = program.compiler_options(self.mesh)
-        return jax.jit(evaluate, out_shardings=self.replicated, compiler_options=options)
+        return evaluate, {"out_shardings": self.replicated}

@@ -121,34 +121,6 @@ _OF_VALUES = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Served:
-    """A program that serves a call, with its further inputs.
-
-    Attributes:
-        program: The program.
-        given: The inputs that are computed on the host.
-        is_as_it_was: Whether it was found as it is; else the loss was captured once more for it.
-    """
-
-    program: StepProgram
-    given: list[jax.Array]
-    is_as_it_was: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Needed:
-    """A loss of which there is no program yet.
-
-    Attributes:
-        loss: The loss.
-        why: What no program of the step is for; empty at the first one.
-    """
-
-    loss: LossProgram
-    why: str
-
-
 class ProgramCache:
     """The last programs of a step, by what they were compiled for and by the values that Python asked for.
 
@@ -165,50 +137,57 @@ class ProgramCache:
         """In the order of their last use."""
         return (program for family in self._families.values() for program in family)
 
-    def find(self, key: ProgramKey, values: HostValues, capture: Callable[[int], LossProgram]) -> Served | Needed:
-        """The program for a call, or the loss that is to be compiled for it.
+    def find(
+        self,
+        key: ProgramKey,
+        values: HostValues,
+        *,
+        capture: Callable[[int], LossProgram],
+        compile_loss: Callable[[LossProgram], StepProgram],
+        looks: bool,
+    ) -> tuple[StepProgram, list[jax.Array]]:
+        """The program for a call, made where there is none yet, and its inputs that are computed on the host.
 
         Args:
             key: What it is for, as far as that is known without the loss.
             values: What Python may ask for.
             capture: Captures the loss for a microbatch.
+            compile_loss: Makes a program of a loss.
+            looks: Whether to take a second look at the loss where one is due.
         """
         family = self._families.use(key) or []
         num_calls = family[-1].num_calls if family else 0
         why: str | Mismatch | None = None
         for program in reversed(list(family)):
-            if outdated := program.outdated():
+            if outdated := program.loss.captured.outdated():
                 why = why or outdated
                 family.remove(program)
             elif isinstance(given := program.fit(values), Mismatch):
                 why = why or given
             else:
-                return self._served(family, program, given, is_as_it_was=True)
+                if looks and program.looks.is_due():
+                    program.loss.look_again(values)
+                return _used(family, program), given
         if isinstance(why, str):
             self._causes.note(why, num_calls)
         loss = program_for((program.loss for program in reversed(family)), values, capture)
-        if (program := next((known for known in family if known.loss is loss), None)) is not None:
-            given = program.fit(values)
-            assert not isinstance(given, Mismatch)
-            return self._served(family, program, given, is_as_it_was=False)
-        if isinstance(why, Mismatch):
+        known = next((program for program in family if program.loss is loss), None)
+        if known is None and isinstance(why, Mismatch):
             self._causes.note(why, num_calls)
-        last = next(reversed(self._families), None)
-        return Needed(loss, str(why or ("" if last in (None, key) else key.difference(last))))
+        program = self._added(key, compile_loss(loss), why) if known is None else _used(family, known)
+        given = program.fit(values)
+        assert not isinstance(given, Mismatch)
+        return program, given
 
-    def _served(
-        self, family: list[StepProgram], program: StepProgram, given: list[jax.Array], *, is_as_it_was: bool
-    ) -> Served:
-        if program is not family[-1]:
-            family.append(family.pop(family.index(program)))
-        return Served(program, given, is_as_it_was)
-
-    def keep(self, key: ProgramKey, program: StepProgram) -> None:
-        """Take in a program, in the place of those that it is more general than."""
+    def _added(self, key: ProgramKey, program: StepProgram, why: str | Mismatch | None) -> StepProgram:
+        """Take in a program, in the place of those that it is more general than, and say why it was needed."""
+        last = next(reversed(self._families), key)
+        if why := why or (key.difference(last) if last != key else None):
+            logger.info("%s compiles again: %s", self._who, why)
         family = [known for known in self._families.get(key, []) if not program.loss.replaces(known.loss)]
         self._families.keep(key, [*family[1 - KEPT :], program])
         if self._has_warned or not (found := key.varying(self._families)):
-            return
+            return program
         self._has_warned = True
         logger.warning(
             "%s: each new shape of a batch is compiled, which takes time, and kept, which takes memory (the last %d "
@@ -217,3 +196,11 @@ class ProgramCache:
             KEPT,
             "; ".join(f"{path} has come as {', '.join(map(str, shapes))}" for path, shapes in found.items()),
         )
+        return program
+
+
+def _used(family: list[StepProgram], program: StepProgram) -> StepProgram:
+    """Let it be the one that was used last."""
+    if program is not family[-1]:
+        family.append(family.pop(family.index(program)))
+    return program

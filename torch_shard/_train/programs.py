@@ -63,39 +63,30 @@ class StepProgram:
     """One compiled program of a step, of `step.programs`.
 
     Attributes:
-        without_grad: Trainable parameters that the loss does not reach.
-        random: Whether it draws random numbers.
-        calls: What metric objects are to be given after each run.
+        loss: What it was made of.
         report: Lines that say which layers are loops, and of the others why not, and which attention has no kernel.
-        chosen: What a budget of bytes chose.
-        num_draws: How many random operators it runs; None where PyTorch decomposes some.
-        made_buffers: Buffers that forward registers: name, value, and whether a `state_dict` has it.
+        num_calls: How often it ran.
         looks: When a second look at the loss is due.
+        agree: Compares it over processes before it is compiled.
     """
 
     def __init__(
         self,
-        program: LossProgram,
+        loss: LossProgram,
         jitted: Callable[..., Any],
         sharding: NamedSharding,
         cache: CompileCache,
         *,
-        inputs: tuple[torch.Tensor, ...] = (),
+        inputs: tuple[torch.Tensor, ...],
+        agree: Callable[..., None],
     ) -> None:
-        self.loss, self._jitted, self._sharding = program, jitted, sharding
-        self._tensors = (*program.closure, *inputs)
-        self.num_draws = program.program.graph.num_draws
-        self.outdated, self.without_grad = program.captured.outdated, program.without_grad
-        self.calls = program.calls
+        self.loss, self._jitted, self._sharding, self.agree = loss, jitted, sharding, agree
+        self._tensors = (*loss.closure, *inputs)
         self._cold: CompileCache | None = cache  # until the first call, which compiles
         self._structs: tuple[TrainState, PyTree] | None = None
-        self.random, self.report = program.random, [*program.report]
-        self.made_buffers = program.captured.made_buffers
-        self.chosen: list[str] = []
-        self.num_calls, self.looks = 0, Looks()
+        self.report, self.num_calls, self.looks = [*loss.report], 0, Looks()
         self._given: tuple[list[torch.Tensor], list[jax.Array]] | None = None
         self._is_shared = is_shared(cast(Mesh, sharding.mesh))
-        self.agree: Callable[..., None] | None = None
         self._placed: list[tuple[Contents, jax.Array] | None] = [None] * len(self._tensors)
 
     @property
@@ -164,16 +155,6 @@ class StepProgram:
             self._given = found, [put(tensor, self._sharding) for tensor in found]
         return self._given[1]
 
-    @property
-    def reads_batch(self) -> bool:
-        """Whether Python has asked for values of the batch."""
-        return self.loss.host is not None and self.loss.host.reads_batch
-
-    @property
-    def kept(self) -> tuple[str, ...]:
-        """Buffers whose values Python has asked for, and that the program leaves as they are."""
-        return self.loss.kept if self.loss.train else ()
-
     def _closure(self) -> list[jax.Array]:
         """Current values of the closed-over tensors on the mesh; moved again only when they were written to."""
         return [self._value(position, tensor) for position, tensor in enumerate(self._tensors)]
@@ -198,7 +179,7 @@ class StepProgram:
             return self._jitted(state, arrays, closure)
         structs, start = jax.tree.map(_struct, (state, arrays)), time.perf_counter()  # before they are donated
         with self._cold.active(), partitioner_refusals(cast(Mesh, self._sharding.mesh)):
-            if self._is_shared and self.agree is not None:
+            if self._is_shared:
                 self.agree(state, closure=self._tensors, lowered=self.lower(state, arrays))
                 begin_run()
             out = self._jitted(state, arrays, closure)

@@ -1,11 +1,11 @@
 """One step repeated in eager torch on the CPU, the reference of all proofs: state, microbatches and random numbers."""
 
 # JAX and PyTorch annotate some of their functions in part.
-# pyright: reportUnknownMemberType=false, reportPrivateUsage=false
+# pyright: reportUnknownMemberType=false
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import jax
 import torch
@@ -19,10 +19,8 @@ from torch_shard._loss import split_loss
 from torch_shard._lowering import world_of_one
 from torch_shard._state import TrainState
 from torch_shard._train.comparison import Values, array_of, numbers_of
+from torch_shard._train.gradient_step import GradientStep
 from torch_shard._train.placing import ShardedBatch
-
-if TYPE_CHECKING:
-    from torch_shard._train.train_step import TrainStep
 
 
 class Replay:
@@ -34,7 +32,7 @@ class Replay:
 
     def __init__(
         self,
-        step: "TrainStep",
+        step: GradientStep,
         state: TrainState,
         placed: ShardedBatch,
         *,
@@ -42,12 +40,10 @@ class Replay:
         model: nn.Module | None = None,
     ) -> None:
         self._step, self._precision = step, precision or step.options.precision
-        self.model = cpu_model(step, state) if model is None else model
-        self.batches: list[PyTree] = step.gradient_step.microbatches(placed)
+        self.model = step.cpu_model(state) if model is None else model
+        self.batches: list[PyTree] = step.microbatches(placed)
         """The microbatches, with CPU tensors."""
-        if not step.programs:
-            step.gradient_step.trace(state, placed)
-        self.num_draws = (step.gradient_step.programs or step.programs)[-1].num_draws
+        self.num_draws = step.num_draws(state, placed)
         """How many random operators a run of the loss has; None if torch draws other numbers than the step."""
         self._key = jax.random.fold_in(state.key, state.step)
 
@@ -119,17 +115,6 @@ class ModuleCalls:
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
         self._left(self._running.pop(), type(module).__name__, tensors_of(output))
-
-
-def cpu_model(step: "TrainStep", state: TrainState) -> nn.Module:
-    """The model with the values of a state on the CPU, and the training flags and gradient hooks of the step's."""
-    copy, model = step.export(state), step.model
-    for mine, theirs in zip(copy.modules(), model.modules(), strict=True):
-        mine.training = theirs.training
-    for name, parameter in model.named_parameters():
-        for hook in (parameter._backward_hooks or {}).values():
-            copy.get_parameter(name).register_hook(hook)  # which a copy loses
-    return copy
 
 
 def tensors_of(values: PyTree) -> list[torch.Tensor]:

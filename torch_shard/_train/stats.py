@@ -7,7 +7,6 @@ import dataclasses
 import math
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,11 +14,9 @@ from torch_shard._common.caller import error_prefix
 from torch_shard._common.printed import aligned
 from torch_shard._common.svg import MARGIN, Picture, save_svg, width_of
 from torch_shard._state import TrainState
+from torch_shard._train.gradient_step import GradientStep
 from torch_shard._train.placing import ShardedBatch
 from torch_shard._train.replay import ModuleCalls, Replay, numbers_in
-
-if TYPE_CHECKING:
-    from torch_shard._train.train_step import TrainStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +122,7 @@ def _cells(numbers: Numbers | None) -> tuple[str, str, str]:
     return f"{numbers.largest:.4g}", f"{numbers.mean:.3g}", f"{numbers.zeros:.1%}"
 
 
-def stats_of(step: "TrainStep", state: TrainState, placed: ShardedBatch) -> StepStats:
+def stats_of(step: GradientStep, state: TrainState, placed: ShardedBatch) -> StepStats:
     """Repeat a step in eager torch, and look at what each module returns; see `TrainStep.stats`."""
     rows, replay = list[ModuleStats](), Replay(step, state, placed)
 

@@ -1,61 +1,25 @@
-"""Training: an unmodified module, a torch loss and an optax optimiser as one compiled, sharded, donated step."""
+"""The train step as users have it: a training that is proved, looked into, and handed back to torch."""
 
-# optax has no stubs. JAX annotates its functions in part, and says nothing of what `jax.tree.map` gives to a function.
-# pyright: reportMissingTypeStubs=false
-# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
+# PyTorch annotates some of its functions in part.
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import logging
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
-
-import jax
-import numpy as np
-import optax
-import torch
-from jax.sharding import Sharding
-from torch import nn
+from typing import Any
 
 from torch_shard._common.caller import error_prefix
 from torch_shard._common.near_misses import near_misses
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_kind, check_seed
-from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name
-from torch_shard._hosts import follow
-from torch_shard._loss import LossProgram, update_objects
-from torch_shard._scan import Siblings
-from torch_shard._sharding import LossFn, Stacks, constrain_stacks, to_meta, with_values
-from torch_shard._state import (
-    StateLayout,
-    TrainState,
-    as_arrays,
-    check_apart,
-    check_names,
-    check_skip_grad_norm,
-    check_state,
-    check_step,
-    global_norm,
-    refuse_traced,
-    select_state,
-)
+from torch_shard._state import TrainState, as_arrays, check_names, check_skip_grad_norm, check_state
 from torch_shard._train.comparison import Comparison
 from torch_shard._train.eval_step import EvalStep
-from torch_shard._train.facts import agree_on_values
-from torch_shard._train.options import StepOptions
 from torch_shard._train.placing import ShardedBatch
-from torch_shard._train.prove import GradientStep, prove
+from torch_shard._train.prove import prove
 from torch_shard._train.stats import StepStats, stats_of
-from torch_shard._train.step import Step
-from torch_shard._train.update import Update
-from torch_shard._train.watch import norms_of, watched_modules
-
-logger = logging.getLogger(__name__)
+from torch_shard._train.training import Training
 
 
-class TrainStep(Step):
+class TrainStep(Training):
     """One training step as one compiled program; made by `make_train_step`.
 
     Example:
@@ -69,270 +33,6 @@ class TrainStep(Step):
         >>> int(state.step), type(step.export(state)).__name__
         (1, 'Linear')
     """
-
-    caller, train = "make_train_step", True
-
-    @error_prefix(None)
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFn,
-        optimizer: optax.GradientTransformation | torch.optim.Optimizer,
-        options: StepOptions,
-    ) -> None:
-        super().__init__(model, loss_fn, options)
-        if not self._held.trainable:
-            raise ValueError(f"{self.caller}: no parameter of {type(model).__name__} has requires_grad=True.")
-        self._update = Update(optimizer, self._held, self._trained, options)
-        self.optimizer: Any = self._update.optimizer
-        self._watched = watched_modules(options.watched, self._held.training(self._trained).trainable)
-        self._donated = False
-        self._store(self.layers.groups(model) if self.layers.scan is not False else [])
-
-    def _store(self, groups: list[Siblings]) -> None:
-        """Keep states in this layout from now on: entries of these groups of layers are stored together."""
-        self._stored = groups
-        self._layout = StateLayout(
-            self.model,
-            self._held,
-            self.plan,
-            lambda params: self._update.init(params),  # anew each time: JAX keeps the shapes that a function has given
-            groups=groups,
-            moments=self.optimizer_plan,
-            trained=self._trained,
-        )
-        self.shardings = self._layout.shardings
-
-    @property
-    @error_prefix(None)
-    def structs(self) -> TrainState:
-        """Shape, dtype and sharding of each array of a state; of the key, of its words."""
-        refuse_wide(self._held.all)
-        structs = self._layout.structs
-        return dataclasses.replace(structs, opt_state=self._labeled(structs.opt_state))
-
-    def _labeled(self, opt_state: PyTree, others: Mapping[str, PyTree] | None = None) -> PyTree:
-        """The states of all optimizers, where each trains a part of the model; else of the only one."""
-        return {**(others or {}), self.options.label: opt_state} if self.options.label else opt_state
-
-    def _own(self, state: TrainState) -> tuple[TrainState, dict[str, PyTree]]:
-        """A state with that of this step's optimizer alone, new at its first step; and those of other optimizers."""
-        label = self.options.label
-        if not label:
-            return state, {}
-        if type(state.opt_state) is not dict or not all(
-            isinstance(key, str) for key in cast(dict[object, PyTree], state.opt_state)
-        ):
-            raise ValueError(
-                f"{self.caller}: the state is of a step that trains the whole model, and this one trains {label}. Take "
-                "one that step.init of a step with trainable= gave."
-            )
-        others = cast(dict[str, PyTree], state.opt_state)
-        if label not in others:
-            return self._layout.normal(dataclasses.replace(state, opt_state=self._first(state.params))), others
-        own = others[label]
-        others = {key: value for key, value in others.items() if key != label}
-        return dataclasses.replace(state, opt_state=own), others
-
-    def _first(self, params: Mapping[str, jax.Array]) -> PyTree:
-        """The optimizer's state before its first step here."""
-        if (found := self._update.present(self._held.trainable)) is not None:
-            return found
-        with self._cache.active():
-            return self._layout.init_opt_state(Stacks.from_dict(params, self._layout.params))
-
-    def _more(self) -> list[str]:
-        optimizer = self._update.optimizer
-        is_torchs = isinstance(optimizer, torch.optim.Optimizer)
-        return [f"optimizer={type(optimizer).__name__ if is_torchs else 'of optax'}"]
-
-    @near_misses
-    @error_prefix("init")
-    def init(self, *, seed: int = 0, donate: bool = False) -> TrainState:
-        """The state at step 0: the module's present values on their shards, fresh moments, a random key.
-
-        Args:
-            seed: For the random numbers of the run (dropout and its kin), from 0 to 2**32 - 1; not for initial values.
-            donate: Let the state take over the module's values, one stored array at a time, so that no second copy of
-                them exists. The module is left with entries on the meta device: it still serves the step and `export`,
-                which read shapes alone.
-
-        Returns:
-            A `TrainState`; it shares no memory with the module.
-
-        Raises:
-            ValueError: Entries of the module have no values, or went into an earlier state.
-        """
-        seed = check_seed(seed)
-        check_kind("donate", donate, bool)
-        if self._donated:
-            raise ValueError(
-                "init: the values of this model went into an earlier state (donate=True). Go on with that state, or "
-                "make a step of step.export(state), which has its values."
-            )
-        self._hold(self._tensors.present())
-        refuse_meta(self._held.all)
-        refuse_wide(self._held.all)
-        self._update.refuse_replaced(self._held)
-        agree_on_values(self._held, self.plan, seed=seed, opt_state=self.structs.opt_state)
-        self._donated = donate
-        release = self._release if donate else None
-        held = {"params": self._held.trainable, "frozen": self._held.frozen, "buffers": self._held.buffers}
-        taken = set[int]() if donate else None
-        placed = {k: self._layout.place(k, tensors, release=release, taken=taken) for k, tensors in held.items()}
-        state = self.start(placed, seed=seed)
-        found = self._update.present(self._held.trainable)
-        if found is None:
-            return state
-        own = self._layout.normal(dataclasses.replace(state, opt_state=found))
-        return dataclasses.replace(own, opt_state=self._labeled(own.opt_state))
-
-    @error_prefix(None)
-    def start(self, held: Mapping[str, Stacks], *, seed: int) -> TrainState:
-        """The state at step 0 with these arrays.
-
-        Args:
-            held: `params`, `frozen` and `buffers`, stored as the states of this step are.
-            seed: For the random numbers of the run (dropout and its kin).
-        """
-        with self._cache.active():
-            opt_state = self._layout.init_opt_state(held["params"])
-        words = np.asarray(jax.random.key_data(jax.random.key(seed)))
-        # `put`, where device_put would not reach the devices of other processes
-        return dataclasses.replace(
-            self.shardings,
-            step=put(np.zeros((), np.int32), self.replicated),
-            **held,
-            opt_state=self._labeled(opt_state),
-            key=jax.random.wrap_key_data(put(words, self.replicated)),
-            num_batches=put(np.zeros((), np.int32), self.replicated),
-        )
-
-    def _release(self, names: tuple[str, ...]) -> None:
-        """Leave shapes in the places of these entries of the model."""
-        for held in (self._held.trainable, self._held.frozen, self._held.buffers):
-            for name in [name for name in names if name in held]:
-                held[name] = to_meta(self.model, held[name])
-        self._hold(self._held)
-
-    @near_misses
-    @error_prefix(None)
-    def __call__(
-        self, state: TrainState, batch: PyTree, *, skip_grad_norm: float | None = None
-    ) -> tuple[TrainState, dict[str, PyTree]]:
-        """Train by one step.
-
-        Args:
-            state: Donated: its arrays are reused for the new state and must not be used again.
-            batch: A pytree of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`; with
-                `local_batches=True` the rows of this process's devices.
-            skip_grad_norm: Skip the step where the global norm of the gradient is larger, or where the loss or any
-                gradient, the norm itself or what would be a buffer is not finite (`math.inf` for that alone):
-                parameters, buffers, moments and `step` stay as they were, and only `num_batches` counts on. None takes
-                every step.
-
-        Returns:
-            The new state, and the metrics: `loss` (before the update), `grad_norm` (global L2 norm) and those of
-            `loss_fn`, as scalars or arrays on all devices. With `skip_grad_norm` also `guard`, a `StepCheck`:
-            `guard.skipped`, and `guard.non_finite()`, the names of the parameters with a gradient that is not finite.
-
-        Raises:
-            ValueError: The batch does not divide over the mesh, the processes do not give one batch together, or the
-                state was donated to an earlier step.
-        """
-        check_skip_grad_norm(skip_grad_norm)
-        check_state(state)
-        check_apart(self.caller, state)
-        self._update.read(self.mesh)
-        program, arrays = self._prepare(batch, state, skip_grad_norm)
-        refuse_traced("batch", arrays)
-        own, others = self._own(state)
-        self._update.refuse_loaded(own.opt_state, self._held)
-        state, metrics = program(self._layout.normal(own), arrays)
-        state = dataclasses.replace(state, opt_state=self._labeled(state.opt_state, others))
-        self._update.note_step()
-        self._host_buffers.note_kept(program.kept, state)
-        follow(metrics["loss"])
-        update_objects(program.calls, metrics, self._microbatches.num)
-        return state, metrics
-
-    def _state_structs(self) -> TrainState:
-        return self.structs
-
-    def _normal(self, state: TrainState) -> TrainState:
-        return self._layout.normal(self._own(state)[0])
-
-    @property
-    def _inputs(self) -> tuple[torch.Tensor, ...]:
-        return self._update.inputs
-
-    def update_by_name(
-        self, state: TrainState, grads: Mapping[str, jax.Array], params: Mapping[str, jax.Array], loss: jax.Array
-    ) -> dict[str, jax.Array]:
-        """The parameters after one update, as torch's own optimizer or optax makes them, an entry at a time.
-
-        Args:
-            state: Before the step.
-            grads: Of the trainable parameters.
-            params: The trainable parameters.
-            loss: Of the batch.
-        """
-        return self._update.by_name(self._own(state)[0].opt_state, grads, params, loss)
-
-    def _jit(
-        self, program: LossProgram, batch_shardings: list[Sharding], skip_grad_norm: float | None
-    ) -> Callable[..., PyTree]:
-        if program.without_grad:
-            logger.info("%s: the loss does not reach %s", self.caller, ", ".join(program.without_grad))
-        if not self.programs and any(group.refused for group in program.captured.groups):
-            self._store(program.captured.groups)  # layers that are not a loop are better stored one by one
-        layout, run = self._layout, self._microbatches.run(program, self.plan)
-
-        def train_step(
-            state: TrainState, batch: list[jax.Array], closure: list[jax.Array]
-        ) -> tuple[TrainState, dict[str, PyTree]]:
-            layout.check_opt_state(state.opt_state)
-            key = jax.random.fold_in(state.key, state.step)
-            out = run(key, state.tensors, batch, closure[: len(closure) - len(self._inputs)])
-            params = Stacks.from_dict(state.params, layout.params).updated(out.written)
-            parts = (Stacks.from_dict(part, layout.trained) for part in (out.grads, params))
-            grads, held = (constrain_stacks(part, layout.updated.arrays, self.layout.data_axes) for part in parts)
-            with jax.named_scope("optimizer"):
-                norm = global_norm(grads)
-                clipped = self.options.clip(grads, norm)
-                updated, opt_state = self._update.in_program(
-                    clipped,
-                    state.opt_state,
-                    held,
-                    out.loss,
-                    inputs=closure[len(closure) - len(self._inputs) :],
-                    without_grad=program.without_grad,
-                    layout=layout.trained,
-                )
-            buffers = tuple(Stacks.from_dict(held, layout.buffers) for held in (state.buffers, out.buffers))
-            new = dataclasses.replace(
-                state,
-                step=state.step + 1,
-                params=layout.with_trained(params, updated),
-                frozen=Stacks.from_dict(state.frozen, layout.frozen).updated(out.written),
-                buffers=buffers[1],
-                opt_state=opt_state,
-                num_batches=state.num_batches + 1,
-            )
-            metrics = {"loss": out.loss, "grad_norm": norm, **out.metrics}
-            metrics |= norms_of(self._watched, grads, lambda name: updated[name] - held[name])
-            if skip_grad_norm is None:
-                return new, metrics
-            check = check_step(out.loss, grads, norm, skip_grad_norm=skip_grad_norm, buffers=buffers)
-            return select_state(check.skipped, state, new), {**metrics, "guard": check}
-
-        return jax.jit(
-            train_step,
-            in_shardings=(self.shardings, batch_shardings, self.replicated),
-            out_shardings=(self.shardings, self.replicated),
-            donate_argnums=0,
-            compiler_options=program.compiler_options(self.mesh),
-        )
 
     @near_misses
     @error_prefix("export_optimizer")
@@ -365,25 +65,6 @@ class TrainStep(Step):
         """
         check_state(state)
         return self._update.state_dict(self._own(state)[0].opt_state)
-
-    @error_prefix(None)
-    def values_on_mesh(self, names: Iterable[str]) -> dict[str, jax.Array]:
-        """Present values of the model, by name, on their shards.
-
-        Args:
-            names: Of parameters and buffers.
-
-        Raises:
-            ValueError: Some of them are on the meta device.
-        """
-        tensors = {name: self._held.all[name] for name in names}
-        refuse_meta(tensors)
-        return {name: put(tensor.detach(), self.plan[name]) for name, tensor in tensors.items()}
-
-    @functools.cached_property
-    def gradient_step(self) -> GradientStep:
-        """The program that `prove` compares."""
-        return GradientStep(self.model, self.loss_fn, self.options)
 
     @near_misses
     @error_prefix(None)
@@ -448,70 +129,10 @@ class TrainStep(Step):
         """
         check_state(state)
         check_names(state, self._held.all)
-        return stats_of(self, as_arrays(state), batch if isinstance(batch, ShardedBatch) else self.put(batch))
+        return stats_of(
+            self.gradient_step, as_arrays(state), batch if isinstance(batch, ShardedBatch) else self.put(batch)
+        )
 
     def evaluation(self) -> EvalStep:
         """The step that evaluates the same loss in eval mode, with the options of this one."""
         return EvalStep(self.model, self.loss_fn, self.options.for_evaluation())
-
-    @near_misses
-    @error_prefix("averaged")
-    def averaged(self, state: TrainState) -> TrainState:
-        """The same state with the averages of `ema=` as its parameters, to be evaluated or exported, not trained on.
-
-        Args:
-            state: A state of this step, which shares its arrays with the result.
-
-        Raises:
-            ValueError: The step keeps no averages, or the state was donated to a step.
-
-        Example:
-            >>> import torch, torch_shard as ts
-            >>> from jax.sharding import PartitionSpec as P
-            >>> model = torch.nn.Linear(4, 1)
-            >>> step = ts.make_train_step(
-            ...     model, lambda model, batch: model(batch).square().mean(),
-            ...     torch.optim.SGD(model.parameters(), lr=0.1), ema=0.9,
-            ...     mesh=ts.make_mesh(batch=2), plan=ts.ShardingPlan({}, default=P()),
-            ... )
-            >>> state, metrics = step(step.init(seed=0), torch.ones(8, 4))
-            >>> evaluate = step.evaluation()
-            >>> float(evaluate(step.averaged(state), torch.ones(8, 4))["loss"]) < float(metrics["loss"])
-            True
-        """
-        check_state(state)
-        ema = self._update.average(self._own(state)[0].opt_state)
-        return dataclasses.replace(state, params=Stacks.merged(*_without(state.params, ema), ema))
-
-    @near_misses
-    @error_prefix("export")
-    def export(self, state: TrainState, *, ema: bool = False) -> torch.nn.Module:
-        """An ordinary torch module on the CPU with the values of `state`; ties and `requires_grad` as in the model.
-
-        It also has the buffers that forward registers at its first call.
-
-        Args:
-            state: A state of this step; it is only read.
-            ema: With the averages of the parameters, and the buffers as they are.
-
-        Raises:
-            TypeError: It is something else.
-            ValueError: It was donated to a step, or is of another model; or the step keeps no averages.
-        """
-        check_kind("ema", ema, bool)
-        state = self.averaged(state) if ema else state
-        check_state(state)
-        check_names(state, self._held.all)
-        model = with_values(self.model, to_host_by_name(state.tensors))
-        for name, buffer, persistent in (made for program in self.programs for made in program.made_buffers):
-            path, _, leaf = name.rpartition(".")
-            owner = model.get_submodule(path)
-            if (held := getattr(owner, leaf, None)) is None or held.numel() < buffer.numel():  # for longer batches
-                owner.register_buffer(leaf, buffer.clone(), persistent)
-        return model
-
-
-def _without(params: Mapping[str, jax.Array], names: Mapping[str, object]) -> list[Stacks]:
-    """The entries that have none of these names."""
-    others = {name: value for name, value in params.items() if name not in names}
-    return [Stacks.from_dict(others, [(name,) for name in others])] if others else []

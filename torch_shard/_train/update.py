@@ -111,7 +111,7 @@ class Update:
             opt_state: Before it.
             params: The trained parameters.
             loss: Of the batch.
-            inputs: The values of `inputs`.
+            inputs: What the program is given beside state and batch, the values of `inputs` last.
             without_grad: Parameters that the loss does not reach, which torch skips.
             layout: How the trained parameters are stored.
         """
