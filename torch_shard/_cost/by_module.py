@@ -1,7 +1,7 @@
 """Costs of a program by the module that they are for."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch_shard._common.printed import starred
 from torch_shard._cost.total import Cost
@@ -21,6 +21,7 @@ class ModuleCost:
         flops: Of products.
         memory_bytes: Read from the device's memory and written to it.
         cycles: By XLA:TPU's estimate, without communication; zero on other devices.
+        constrained: Why the step lays out values of it on the mesh, as `step.constraints` says it.
     """
 
     path: str
@@ -29,6 +30,7 @@ class ModuleCost:
     flops: float = 0.0
     memory_bytes: float = 0.0
     cycles: int = 0
+    constrained: tuple[str, ...] = ()
 
     @property
     def received_bytes(self) -> float:
@@ -66,12 +68,13 @@ class ModulePaths:
             return OPTIMIZER
         return LOSS if "jit(" in label else COMPILER
 
-    def by_module(self, costs: Iterable[Cost]) -> list[ModuleCost]:
-        """The costs of each module, in the order of their first instructions."""
+    def by_module(self, costs: Iterable[Cost], reasons: Mapping[str, tuple[str, ...]]) -> list[ModuleCost]:
+        """The costs of each module, in the order of their first instructions, and why it is constrained."""
         found: dict[str, ModuleCost] = {}
         for cost in costs:
             path = self.find(cost.label)
-            found.setdefault(path, ModuleCost(path)).add(cost)
+            own = reasons.get("" if path == LOSS else starred(path), ())
+            found.setdefault(path, ModuleCost(path, constrained=own)).add(cost)
         return list(found.values())
 
 

@@ -22,7 +22,8 @@ class ConstrainedValue:
 
     Attributes:
         module: The path of the module that computes it, `layers.*` for layers that are alike; empty for the loss's own.
-        value: What it is: the result of an operator (`mm`), or what an operator takes (`view takes add`).
+        value: What it is: the result of an operator (`mm`), or what an operator takes (`view takes add`), or an
+            activation that the plan has a rule for.
         shape: Its global shape.
         spec: How it lies; `PartitionSpec.UNCONSTRAINED` where the compiler chooses.
         why: The reason.
@@ -69,16 +70,22 @@ class ConstrainedValues(InNotebooks):
         path = starred(module)
         return tuple(v for v in self.values if v.module == path or v.module.startswith(f"{path}."))
 
+    @property
+    def reasons(self) -> dict[str, tuple[str, ...]]:
+        """Why values of each module are constrained."""
+        found: dict[str, dict[str, None]] = {}
+        for value in self.values:
+            found.setdefault(value.module, {})[value.why] = None
+        return {module: tuple(reasons) for module, reasons in found.items()}
+
     def __rich__(self) -> Table:
-        table = Table(
-            title="Constrained values, by module", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold"
-        )
-        for column in ("module", "pass", "value", "shape", "dims", "why"):
+        title = "Constrained values, by module"
+        table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+        for column in ("module", "value", "shape", "dims", "why"):
             table.add_column(column, overflow="fold")
         for v in self.values:
-            what = f"{v.value} ({v.count} times)" if v.count > 1 else v.value
-            way = "backward" if v.is_backward else "forward"
-            table.add_row(v.module or "(loss)", way, what, str(v.shape), v.axes, v.why)
+            what = f"{v.value}{' (backward)' * v.is_backward}{f', {v.count} times' * (v.count > 1)}"
+            table.add_row(v.module or "(loss)", what, str(v.shape), v.axes, v.why)
         return table
 
     def __str__(self) -> str:
@@ -107,7 +114,8 @@ def _value(path: str, node: Node, at: int, constraint: Constraint) -> Constraine
 
 
 def _name(node: Node) -> str:
-    return operator_name(node) or ("an input" if node.op == "placeholder" else "a part")
+    kind = "an input" if node.op == "placeholder" else "a part"
+    return {"constrained": "activation", "": kind}.get(name := operator_name(node), name)
 
 
 def _axes(part: Any) -> str:

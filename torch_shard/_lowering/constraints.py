@@ -166,7 +166,7 @@ def _with_rows(node: Node, split: RowSplit) -> Found:
     shape = shape_of(node)
     axes = split.places(dim_of(node, ROWS), dim_of(node, SEQUENCE), shape)
     if axes:
-        yield RESULT, Constraint(split.along(axes, len(shape)).spec, "rows of the batch stay split")
+        yield RESULT, Constraint(split.along(axes, len(shape)).spec, "rows stay split")
 
 
 def _is_tensor(node: Node) -> bool:

@@ -11,8 +11,8 @@ from torch.fx import GraphModule
 
 from torch_shard._capture import Aux, Spec, TensorFn
 from torch_shard._lowering import ROWS, SEQUENCE, Program, RowSplit, draws_random, untie_gradients
-from torch_shard._scan.batch_rows import Dim, note_rows
 from torch_shard._scan.bundles import GraphInput, names_of
+from torch_shard._scan.dims import Dim, note_rows
 from torch_shard._scan.entries import Cut, EntryNotes
 from torch_shard._scan.execute import Inputs, Result, execute
 from torch_shard._scan.instructions import BundleValues, Instruction, instructions_of, only_adds_bundles

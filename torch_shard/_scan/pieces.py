@@ -22,6 +22,7 @@ from torch.fx import Graph, Node
 from torch_shard._common.fx import args_of, aten_name, dtype_of, fill_in, is_random, outputs_of, shape_of
 from torch_shard._common.operator_families import RESHAPES, is_pointwise
 from torch_shard._lowering import CONSTRAINED, own_of, spec_apart
+from torch_shard._scan.dims import moved
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call
 
 logger = logging.getLogger(__name__)
@@ -505,17 +506,27 @@ RULES: dict[str, Rule] = {
 
 def _wanted(graph: Graph, inputs: Mapping[Node, Cut], grads: Mapping[Any, Cut]) -> dict[Node, Cut]:
     """The nodes that put pieces together which are to stay apart: gradients of entries, and factors of pieces."""
-    known, waiting = dict(inputs), list[tuple[Node, Cut]]()
+    known, waiting = dict(inputs), [*grads.items()]
     for node in graph.nodes:
-        sources = node.all_input_nodes
-        if len(sources) == 1 and sources[0] in known and (aten_name(node) in _TURNS or _keeps_dims(node)):
-            known[node] = _through(node, known[sources[0]])
-        elif aten_name(node) in _PRODUCTS:
+        if aten_name(node) in _PRODUCTS:
             left, right = args_of(node)
             for factor, dim, other, summed in ((left, -1, right, -2), (right, -2, left, -1)):
                 if factor in known and known[factor][1] == dim:
                     waiting.append((other, (known[factor][0], summed)))
-    return _followed([*waiting, *grads.items()])
+        elif len(node.all_input_nodes) == 1 and (source := node.all_input_nodes[0]) in known and _keeps_size(node):
+            num, dim = known[source]
+            known[node] = num, _moved_to(node, source, dim) or dim
+    return _followed(waiting)
+
+
+def _keeps_size(node: Node) -> bool:
+    return is_pointwise(node) or node.target is CONSTRAINED or aten_name(node) in _TURNS
+
+
+def _moved_to(node: Node, source: Node, dim: int) -> int | None:
+    """Where a dim of a source is in a result, both from the end."""
+    (found,) = moved(node, source, len(shape_of(source)) + dim)
+    return None if found is None else found - len(shape_of(node))
 
 
 def _followed(waiting: list[tuple[Node, Cut]]) -> dict[Node, Cut]:
@@ -531,47 +542,23 @@ def _followed(waiting: list[tuple[Node, Cut]]) -> dict[Node, Cut]:
     return found
 
 
-def _keeps_dims(node: Node) -> bool:
-    return is_pointwise(node) or node.target is CONSTRAINED
-
-
-def _through(node: Node, given: Cut) -> Cut:
-    if aten_name(node) not in _TURNS:
-        return given
-    ndim = len(shape_of(node))
-    return given[0], _order(node).index(ndim + given[1]) - ndim
-
-
 def _sources(node: Node, wanted: Cut) -> list[tuple[Node, Cut]]:
     """The sources of which the dim in pieces is, and where it is there."""
-    (num, dim), name, shape = wanted, aten_name(node), shape_of(node)
-    args = list(args_of(node))
-    at = len(shape) + dim
-    if name in _TURNS:
-        return [(args[0], (num, _order(node)[at] - len(shape)))]
+    num, dim = wanted
     if node.target in RESHAPES:
-        found = _cut_in_view(shape, wanted, shape_of(args[0]))
-        return [] if found is None else [(args[0], found)]
-    if name in _PRODUCTS:
-        return [(args[0], (num, -2)) if dim == -2 else (args[1], (num, -1))] if dim >= -2 else []
-    if name == "tensordot":
-        x, y, *dims = args
-        pairs = [
-            (v, i) for v, taken in zip((x, y), dims, strict=True) for i in range(len(shape_of(v))) if i not in taken
-        ]
-        source, place = pairs[at]
-        return [(source, (num, place - len(shape_of(source))))]
-    if name == "sum" and len(args) > 1 and args[1]:
-        ndim = len(shape_of(args[0]))
-        taken = {d % ndim for d in args[1]}
-        left = list(range(ndim)) if _filled(args, None, None, False)[2] else [i for i in range(ndim) if i not in taken]
-        return [] if left[at] in taken else [(args[0], (num, left[at] - ndim))]
-    if name == "slice_scatter":
-        return [(args[0], wanted)]
-    if name == "cat":
-        elsewhere = _filled(args, None, 0)[1] % len(shape) != at
-        return [(source, wanted) for source in args[0]] if elsewhere else []
-    if _keeps_dims(node):
-        sources = [s for s in node.all_input_nodes if isinstance(s.meta.get("val"), torch.Tensor)]
-        return [(s, wanted) for s in sources if len(shape_of(s)) >= -dim and shape_of(s)[dim] == shape[at]]
-    return []
+        source = args_of(node)[0]
+        found = _cut_in_view(shape_of(node), wanted, shape_of(source))
+        return [] if found is None else [(source, found)]
+    if _rule_of(node) is None or (aten_name(node) == "cat" and _puts_together(node, dim)):
+        return []
+    given = [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), torch.Tensor)]
+    if aten_name(node) == "slice_scatter":
+        given = given[:1]
+    pairs = ((source, at) for source in given for at in range(-len(shape_of(source)), 0))
+    size = shape_of(node)[dim]
+    return [(x, (num, at)) for x, at in pairs if shape_of(x)[at] == size and _moved_to(node, x, at) == dim]
+
+
+def _puts_together(node: Node, dim: int) -> bool:
+    ndim = len(shape_of(node))
+    return _filled(args_of(node), None, 0)[1] % ndim == ndim + dim

@@ -70,8 +70,8 @@ class _Follow:
         found: list[Dim] = [None] * (len(value) if isinstance(value, Sequence) else 1)
         for source in dict.fromkeys(node.all_input_nodes):
             if isinstance(known.get(source), int):
-                moved = _moved(node, source, known[source])
-                found = [old if new is None else new for old, new in zip(moved, found, strict=True)]
+                places = moved(node, source, known[source])
+                found = [old if new is None else new for old, new in zip(places, found, strict=True)]
         return found if isinstance(value, Sequence) else found[0]
 
     def _layer(self, node: Node, known: Mapping[Node, Any]) -> list[Dim]:
@@ -102,8 +102,8 @@ class _Follow:
         return [known.get(node) for node in results]
 
 
-def _moved(node: Node, source: Node, dim: int) -> list[Dim]:
-    """Where the dim of a source is in the result of an operator, or in each of several."""
+def moved(node: Node, source: Node, dim: int) -> list[Dim]:
+    """Where the dim of a source is in the result of an operator, or in each of several; both counted from the first."""
     value, name = node.meta.get("val"), aten_name(node)
     if name in DIM_VIEWS:
         return _viewed(node, source, dim)
