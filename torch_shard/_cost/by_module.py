@@ -1,7 +1,7 @@
 """Costs of a program by the module that they are for."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from torch_shard._common.printed import starred
 from torch_shard._cost.total import Cost
@@ -68,12 +68,12 @@ class ModulePaths:
             return OPTIMIZER
         return LOSS if "jit(" in label else COMPILER
 
-    def by_module(self, costs: Iterable[Cost], reasons: Mapping[str, tuple[str, ...]]) -> list[ModuleCost]:
+    def by_module(self, costs: Iterable[Cost], why: Callable[[str], tuple[str, ...]]) -> list[ModuleCost]:
         """The costs of each module, in the order of their first instructions, and why it is constrained."""
         found: dict[str, ModuleCost] = {}
         for cost in costs:
             path = self.find(cost.label)
-            own = reasons.get("" if path == LOSS else starred(path), ())
+            own = why("" if path == LOSS else path) if path not in found else ()
             found.setdefault(path, ModuleCost(path, constrained=own)).add(cost)
         return list(found.values())
 

@@ -295,7 +295,7 @@ def preview_of(
     plan: ResolvedPlan,
     paths: Iterable[str],
     notes: Iterable[str],
-    reasons: Mapping[str, tuple[str, ...]],
+    why: Callable[[str], tuple[str, ...]],
 ) -> Preview:
     """Compile a step and read what it takes.
 
@@ -306,7 +306,7 @@ def preview_of(
         plan: How the entries of the model are split.
         paths: Of its modules.
         notes: What else there is to say.
-        reasons: Why values of each module are constrained.
+        why: Gives the reasons for which values of a module are constrained.
     """
     parts = {
         "parameters": _bytes_of(state.params),
@@ -331,7 +331,7 @@ def preview_of(
     widest = tuple(_widest(costs, modules))
     waited = exposed_by_axis(text, getattr(device, "device_kind", ""), plan.mesh.shape)
     exposed = None if waited is None else sum(waited.values())
-    by_module = tuple(modules.by_module(costs, reasons))
+    by_module = tuple(modules.by_module(costs, why))
     return Preview(
         about,
         memory,

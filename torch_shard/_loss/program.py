@@ -120,7 +120,7 @@ class LossProgram:
         """The same program, with another choice of what is computed again in the backward pass."""
         return dataclasses.replace(self, rolled=None if self.rolled is None else self.rolled.with_remat(remat))
 
-    @property
+    @functools.cached_property
     def constraints(self) -> ConstrainedValues:
         """The values that it lays out on the mesh, and why."""
         return constrained_values(self._graphs, self.rows)

@@ -1,6 +1,5 @@
 """Which values of a program are constrained to lie in some way, and why: what a step says when it is asked."""
 
-import collections
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
@@ -21,7 +20,7 @@ class ConstrainedValue:
     """A value of a program that a step lays out on the mesh, where the compiler might do otherwise.
 
     Attributes:
-        module: The path of the module that computes it, `layers.*` for layers that are alike; empty for the loss's own.
+        module: The path of the module that computes it, `layers.*` where several layers do; empty for the loss's own.
         value: What it is: the result of an operator (`mm`), or what an operator takes (`view takes add`), or an
             activation that the plan has a rule for.
         shape: Its global shape.
@@ -67,16 +66,16 @@ class ConstrainedValues(InNotebooks):
         Args:
             module: Its path, with numbers (`layers.3.mlp`) or as it is shown (`layers.*.mlp`).
         """
-        path = starred(module)
-        return tuple(v for v in self.values if v.module == path or v.module.startswith(f"{path}."))
+        paths = (module, starred(module))
+        return tuple(v for v in self.values if v.module in paths or v.module.startswith(tuple(f"{p}." for p in paths)))
 
-    @property
-    def reasons(self) -> dict[str, tuple[str, ...]]:
-        """Why values of each module are constrained."""
-        found: dict[str, dict[str, None]] = {}
-        for value in self.values:
-            found.setdefault(value.module, {})[value.why] = None
-        return {module: tuple(reasons) for module, reasons in found.items()}
+    def why(self, module: str) -> tuple[str, ...]:
+        """The reasons for which values of a module itself are constrained.
+
+        Args:
+            module: Its path.
+        """
+        return tuple(dict.fromkeys(v.why for v in self.values if v.module in (module, starred(module))))
 
     def __rich__(self) -> Table:
         title = "Constrained values, by module"
@@ -94,18 +93,24 @@ class ConstrainedValues(InNotebooks):
 
 def constrained_values(graphs: Iterable[tuple[str, GraphModule]], split: RowSplit | None) -> ConstrainedValues:
     """Those of the graphs of a program, each with the path of its module."""
-    found = collections.Counter[ConstrainedValue]()
+    found: dict[ConstrainedValue, list[str]] = {}
     for path, graph in graphs:
         for node in graph.graph.nodes:
             for at, constraints in sorted(constraints_of(node, split).items()):
-                found.update(_value(path, node, at, constraint) for constraint in constraints)
-    values = (dataclasses.replace(value, count=count) for value, count in found.items())
+                for constraint in constraints:
+                    value = _value(path, node, at, constraint)
+                    alike = dataclasses.replace(value, module=starred(value.module))
+                    found.setdefault(alike, []).append(value.module)
+    values = (
+        dataclasses.replace(value, module=value.module if len(set(paths)) > 1 else paths[0], count=len(paths))
+        for value, paths in found.items()
+    )
     return ConstrainedValues(tuple(sorted(values, key=lambda value: value.is_backward)))
 
 
 def _value(path: str, node: Node, at: int, constraint: Constraint) -> ConstrainedValue:
     notes: dict[str, Any] = node.meta.get("custom", {})
-    module = starred(".".join(filter(None, (path, notes.get("module")))))
+    module = ".".join(filter(None, (path, notes.get("module"))))
     own = node if at == RESULT else sources_of(node)[at]
     what = _name(node) if at == RESULT else f"{_name(node)} takes {_name(own)}"
     return ConstrainedValue(

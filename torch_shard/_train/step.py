@@ -173,10 +173,10 @@ class Step(CompiledStep):
         lowered = program.lower(normal, arrays)
         model: Any = self.model
         paths = [type(model).__name__, *dict(model.named_modules())]
-        notes, reasons = self._notes(self.programs[-1:]), program.loss.constraints.reasons
+        notes, why = self._notes(self.programs[-1:]), program.loss.constraints.why
 
         def rest() -> Preview:
             with self._cache.active():
-                return preview_of(lowered, state, arrays, plan=self.plan, paths=paths, notes=notes, reasons=reasons)
+                return preview_of(lowered, state, arrays, plan=self.plan, paths=paths, notes=notes, why=why)
 
         return rest
