@@ -65,6 +65,8 @@ class CaptureMode(TorchFunctionMode):
         self._made = weakref.WeakSet[nn.Module]()  # within it: others take their place in the next one
         self._running: list[nn.Module] = []
         self._outer: CaptureMode | None = None
+        self.about: object = None
+        """What the captured function lets those know that stand in for torch's own; captures within it know it too."""
         self._scopes: list[contextlib.AbstractContextManager] = []
         self.side_effects = SideEffects()
         self.bound: tuple[torch.Tensor, ...] = ()
@@ -144,7 +146,7 @@ class CaptureMode(TorchFunctionMode):
     def innermost(self) -> Iterator[None]:
         """Be the one that acts, also where captures nest."""
         outer, _INNERMOST.capture_mode = _INNERMOST.capture_mode, self
-        self._outer = outer
+        self._outer, self.about = outer, outer and outer.about
         try:
             yield
         finally:

@@ -5,7 +5,6 @@ finds its keys in its own way, `attention_context`.
 """
 
 import contextlib
-import contextvars
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 from torch.fx import Node
 
+from torch_shard._capture import current_mode
 from torch_shard._common.caller import caller
 from torch_shard._common.fx import args_of, shape_of
 from torch_shard._common.overrides import captured_op
@@ -57,11 +57,13 @@ class OverContext:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Attention that is captured within knows of it."""
-        token = _CURRENT.set(self)
+        mode = current_mode()
+        assert mode is not None
+        before, mode.about = mode.about, self
         try:
             yield
         finally:
-            _CURRENT.reset(token)
+            mode.about = before
 
     def check_heads(self, num_heads: int, num_key_heads: int) -> None:
         """Refuse heads that cannot be exchanged for the sequence, if that is asked for."""
@@ -77,12 +79,10 @@ class OverContext:
             )
 
 
-_CURRENT: contextvars.ContextVar[OverContext | None] = contextvars.ContextVar("context", default=None)
-
-
 def current_context() -> OverContext | None:
     """The context of the capture under way; None if its plan has none."""
-    return _CURRENT.get()
+    mode = current_mode()
+    return mode.about if mode is not None and isinstance(mode.about, OverContext) else None
 
 
 def gathered(
