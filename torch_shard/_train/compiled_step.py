@@ -108,7 +108,7 @@ class CompiledStep:
         self._hold(self._held)
         self._programs = ProgramCache(self.caller)
         self._placer = Placer(self.layout, self._microbatches, must_divide=self.train, local=options.local_batches)
-        self._first_rows = FirstRows(options.mesh, local=options.local_batches)
+        self._first_rows = FirstRows(options.mesh)
         self.num_compiles = 0
         """Number of programs that were compiled so far."""
 
@@ -205,7 +205,7 @@ class CompiledStep:
     def _put(self, batch: PyTree, *, only_shapes: bool = False) -> ShardedBatch:
         placed = self._placer.put(batch, only_shapes=only_shapes)
         if not only_shapes:
-            self._first_rows.note(batch, placed.signature)
+            self._first_rows.note(placed)
         return placed
 
     def _run(self, batch: PyTree, state: TrainState) -> tuple[StepProgram, PyTree]:
