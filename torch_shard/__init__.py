@@ -57,6 +57,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
         torch_view,
     )
     from torch_shard._io import Checkpointer, export_safetensors, export_torch, load_safetensors, load_torch
+    from torch_shard._lowering import ConstrainedValue, ConstrainedValues
     from torch_shard._materialize import materialize
     from torch_shard._sharding import Context, Padded, Pieces, Pipeline, ShardingPlan, make_mesh
     from torch_shard._spmd import (
@@ -94,6 +95,8 @@ __all__ = [
     "Callback",
     "Checkpointer",
     "Comparison",
+    "ConstrainedValue",
+    "ConstrainedValues",
     "Context",
     "Drawing",
     "EarlyStopping",

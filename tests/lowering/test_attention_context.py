@@ -17,7 +17,7 @@ from torch_shard._lowering.ops.attention_blocks import in_blocks, in_blocks_back
 from torch_shard._lowering.ops.attention_context import Weights, context_for
 from torch_shard._lowering.ops.attention_kernels import _splash_kernel, kernel_in_context
 from torch_shard._lowering.ops.dropout import KeptWeights
-from torch_shard._lowering.rows import RowSplit, rows_split
+from torch_shard._lowering.rows import RowSplit
 from torch_shard._sharding.context import ContextMode
 
 BATCH, LENGTH, WIDTH = 2, 32, 8
@@ -77,8 +77,7 @@ def on_devices(case: Case) -> Callable[..., Any]:
     weights = Weights(0.3, case.band, case.cap, case.dropout)
 
     def run(grad: Any, qkv: tuple[Any, Any, Any], segments: Any, sinks: Any, seed: Any) -> Any:
-        with rows_split(rows):
-            attention = context_for(*qkv, segments, sinks, weights)
+        attention = context_for(qkv, segments, sinks, weights, rows)
         assert attention is not None
         out, total = attention.forward(*qkv, segments, sinks, seed if case.dropout else ())
         saved = (*qkv, out, total)

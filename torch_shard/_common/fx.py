@@ -58,6 +58,13 @@ def fill_in(arguments: Any, value_of: Callable[[Node], Any]) -> Any:
     return arguments
 
 
+def sources_of(node: Node) -> list[Node]:
+    """The nodes among the arguments of a node, in order, as often as they stand there."""
+    found: list[Node] = []
+    fill_in((node.args, node.kwargs), lambda source: found.append(source))
+    return found
+
+
 def depending_on(nodes: Iterable[Node]) -> set[Node]:
     """These nodes of a graph and all that are computed from them."""
     found = set(nodes)

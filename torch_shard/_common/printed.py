@@ -1,6 +1,7 @@
 """What `print` and notebooks show of an object that `rich.print` shows as a table or a group."""
 
 import io
+import re
 from collections.abc import Sequence
 
 from rich.console import Console, RenderableType
@@ -19,6 +20,11 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return [line.rstrip() for line in lines]
+
+
+def starred(path: str) -> str:
+    """The path of a module, with a star for each number: the same for layers that are alike."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 class InNotebooks:

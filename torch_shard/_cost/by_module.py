@@ -1,9 +1,9 @@
 """Costs of a program by the module that they are for."""
 
 import dataclasses
-import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from torch_shard._common.printed import starred
 from torch_shard._cost.total import Cost
 
 OPTIMIZER, LOSS, COMPILER = "(optimizer)", "(loss)", "(not attributed)"
@@ -21,6 +21,7 @@ class ModuleCost:
         flops: Of products.
         memory_bytes: Read from the device's memory and written to it.
         cycles: By XLA:TPU's estimate, without communication; zero on other devices.
+        constrained: Why the step lays out values of it on the mesh, as `step.constraints` says it.
     """
 
     path: str
@@ -29,6 +30,7 @@ class ModuleCost:
     flops: float = 0.0
     memory_bytes: float = 0.0
     cycles: int = 0
+    constrained: tuple[str, ...] = ()
 
     @property
     def received_bytes(self) -> float:
@@ -50,7 +52,7 @@ class ModulePaths:
     """Finds the modules of a model in the labels of a program."""
 
     def __init__(self, paths: Iterable[str]) -> None:
-        self._known = {_starred(path) for path in paths if path}
+        self._known = {starred(path) for path in paths if path}
 
     def find(self, label: str) -> str:
         """The path of the module in a label, or what else it is for."""
@@ -58,7 +60,7 @@ class ModulePaths:
         parts = label.split(":")[0].split("/")  # XLA lists the labels of what it combines
         for part in map(_unmapped, parts):
             longer = f"{found}.{part}" if found else part
-            if _starred(longer) in self._known:
+            if starred(longer) in self._known:
                 found = longer
         if found:
             return found
@@ -66,19 +68,16 @@ class ModulePaths:
             return OPTIMIZER
         return LOSS if "jit(" in label else COMPILER
 
-    def by_module(self, costs: Iterable[Cost]) -> list[ModuleCost]:
-        """The costs of each module, in the order of their first instructions."""
+    def by_module(self, costs: Iterable[Cost], why: Callable[[str], tuple[str, ...]]) -> list[ModuleCost]:
+        """The costs of each module, in the order of their first instructions, and why it is constrained."""
         found: dict[str, ModuleCost] = {}
         for cost in costs:
             path = self.find(cost.label)
-            found.setdefault(path, ModuleCost(path)).add(cost)
+            own = why("" if path == LOSS else path) if path not in found else ()
+            found.setdefault(path, ModuleCost(path, constrained=own)).add(cost)
         return list(found.values())
 
 
 def _unmapped(part: str) -> str:
     """A part of a label without what `jax.vmap` puts around it: the layers of a pipeline are mapped over its stages."""
     return part.removeprefix("vmap(").removesuffix(")") if part.startswith("vmap(") else part
-
-
-def _starred(path: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)

@@ -253,7 +253,15 @@ class Preview(InNotebooks):
 
     def _modules_table(self) -> Table:
         has_cycles = bool(self.cycles)
-        columns = ["module", *(["Mcycles"] if has_cycles else []), "Gflop", "memory traffic", "received", "collectives"]
+        columns = [
+            "module",
+            *(["Mcycles"] if has_cycles else []),
+            "Gflop",
+            "memory traffic",
+            "received",
+            "collectives",
+            "constrained",
+        ]
         table = _table("By module, forward and backward", *columns)
         measure = operator.attrgetter("cycles" if has_cycles else "memory_bytes", "received_bytes")
         ordered = sorted(self.modules, key=measure, reverse=True)
@@ -261,7 +269,7 @@ class Preview(InNotebooks):
             kinds = ", ".join(f"{number} {kind}" for kind, number in module.collectives.items())
             cycles = [f"{module.cycles / 1e6:.1f}"] if has_cycles else []
             numbers = f"{module.flops / 1e9:.1f}", _size(module.memory_bytes), _size(module.received_bytes)
-            table.add_row(module.path, *cycles, *numbers, kinds)
+            table.add_row(module.path, *cycles, *numbers, kinds, "; ".join(module.constrained if kinds else ()))
         if more := len(ordered) - _SHOWN:
             table.caption = f"and {more} more" if more > 0 else None
         return table
@@ -287,6 +295,7 @@ def preview_of(
     plan: ResolvedPlan,
     paths: Iterable[str],
     notes: Iterable[str],
+    why: Callable[[str], tuple[str, ...]],
 ) -> Preview:
     """Compile a step and read what it takes.
 
@@ -297,6 +306,7 @@ def preview_of(
         plan: How the entries of the model are split.
         paths: Of its modules.
         notes: What else there is to say.
+        why: Gives the reasons for which values of a module are constrained.
     """
     parts = {
         "parameters": _bytes_of(state.params),
@@ -321,7 +331,7 @@ def preview_of(
     widest = tuple(_widest(costs, modules))
     waited = exposed_by_axis(text, getattr(device, "device_kind", ""), plan.mesh.shape)
     exposed = None if waited is None else sum(waited.values())
-    by_module = tuple(modules.by_module(costs))
+    by_module = tuple(modules.by_module(costs, why))
     return Preview(
         about,
         memory,
@@ -363,7 +373,7 @@ def _widest(costs: Iterable[Cost], modules: ModulePaths) -> list[tuple[int, str,
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
     for column in columns:
-        is_text = column in ("part", "kind", "module", "collectives", "value", "parameter")
+        is_text = column in ("part", "kind", "module", "collectives", "value", "parameter", "constrained")
         table.add_column(column, justify="left" if is_text else "right", overflow="fold")
     return table
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._capture import ModuleFlags, is_literal
 from torch_shard._device import to_array
-from torch_shard._lowering import Program
+from torch_shard._lowering import Program, RowSplit
 
 
 class Closure(threading.local):
@@ -19,6 +19,17 @@ class Closure(threading.local):
 
     def __init__(self) -> None:
         self.readers: list[Reader] = []
+        self.split: RowSplit | None = None
+        """How the rows of the batch lie in the step that calls into JAX."""
+
+    @contextlib.contextmanager
+    def within(self, split: RowSplit | None) -> Iterator[None]:
+        """Let what a step calls know how rows lie: a function of the user's cannot hand it on."""
+        before, self.split = self.split, split
+        try:
+            yield
+        finally:
+            self.split = before
 
     @property
     def token(self) -> object:

@@ -26,8 +26,8 @@ from torch_shard._common.dtypes import captured_dtype, jax_dtype
 from torch_shard._common.fx import args_of
 from torch_shard._common.overrides import captured_op, rewrites
 from torch_shard._device import to_array, wrap_array
-from torch_shard._interop.closure import MoreInputs
-from torch_shard._lowering import Own, lowers
+from torch_shard._interop.closure import CLOSURE, MoreInputs
+from torch_shard._lowering import Own, RowSplit, lowers
 
 FlatJaxFn = Callable[..., list[jax.Array]]
 
@@ -122,10 +122,11 @@ def _seed_shape(like: torch.Tensor) -> torch.Tensor:
     return torch.empty((2,), dtype=torch.uint32, device="cpu")
 
 
-@lowers(torch.ops.torch_shard.call.default, torch.ops.torch_shard.call_for_effect.default)
-def _lower_call(handle: int, arrays: list[jax.Array]) -> list[jax.Array]:
+@lowers(torch.ops.torch_shard.call.default, torch.ops.torch_shard.call_for_effect.default, on_mesh=True)
+def _lower_call(handle: int, arrays: list[jax.Array], *, split: RowSplit | None = None) -> list[jax.Array]:
     called = _FUNCTIONS[handle]
-    return called(*arrays) if isinstance(called, KnownFunction) else called.fn(*arrays)
+    with CLOSURE.within(split):
+        return called(*arrays) if isinstance(called, KnownFunction) else called.fn(*arrays)
 
 
 @rewrites(torch.ops.torch_shard.call.default, torch.ops.torch_shard.call_for_effect.default)

@@ -17,10 +17,11 @@ from torch_shard._common.caller import caller, error_prefix, public
 from torch_shard._common.overrides import FUNCTIONS, replace_in
 from torch_shard._common.types import Operator, PyTree
 from torch_shard._common.validate import check_kind
+from torch_shard._interop.closure import CLOSURE
 from torch_shard._interop.jax_function import run_known
 from torch_shard._interop.kernels import Calls, Kernel, described
 from torch_shard._interop.on_shards import Split
-from torch_shard._lowering import LOWERINGS, RANDOM, Own, find_lowering, is_own
+from torch_shard._lowering import LOWERINGS, ON_MESH, RANDOM, Own, RowSplit, find_lowering, is_own
 
 
 @public
@@ -114,6 +115,11 @@ def _check_operator(op: Operator) -> None:
             f"{caller()}: {name} is a composite (CompositeImplicitAutograd): PyTorch runs what its kernel is written "
             f"in, and no program has it. Give its kernel another dispatch key, or use override(torch.ops.{op})."
         )
+    if "split" in _by_keyword(op):
+        raise ValueError(
+            f"{caller()}: {name} has an argument split by keyword alone, by which a lowering learns how a step splits "
+            "its batch. Give it another name, or let it be given by position."
+        )
     if _writes_or_aliases(op):
         raise ValueError(
             f"{caller()}: {name} writes to its arguments, or returns a view of one: {op._schema}. Register one that "
@@ -160,17 +166,20 @@ class _Lowered:
         functions = replace_in(FUNCTIONS, {self.op: self.captured, packet: _by_overload(packet)})
         lowering = replace_in(LOWERINGS, {self.op: self})
         RANDOM.update([self.op] * len(_key_first(self.op)))
+        ON_MESH.add(self.op)
 
         def take_away() -> None:
             functions()
             lowering()
             RANDOM.discard(self.op)
+            ON_MESH.discard(self.op)
 
         return take_away
 
-    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+    def __call__(self, *args: PyTree, split: RowSplit | None = None, **kwargs: PyTree) -> PyTree:
         num_keys = len(_key_first(self.op))
-        return self._run(self._values(args[num_keys:], kwargs), *args[:num_keys])
+        with CLOSURE.within(split):
+            return self._run(self._values(args[num_keys:], kwargs), *args[:num_keys])
 
     def _values(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> list[PyTree]:
         """All arguments, in the order of the schema: the dispatcher leaves out those that are defaults."""

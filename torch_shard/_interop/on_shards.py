@@ -11,9 +11,8 @@ from torch_shard._common.axes import manual_axes
 from torch_shard._common.caller import caller
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
-from torch_shard._interop.closure import MoreInputs, Reader
+from torch_shard._interop.closure import CLOSURE, MoreInputs, Reader
 from torch_shard._interop.jax_function import precision_of
-from torch_shard._lowering import current_rows
 from torch_shard._sharding import check_mesh, describe_mesh, find_spec_faults
 
 
@@ -61,8 +60,7 @@ class Split:
 
     def run(self, fn: Callable[..., PyTree], values: Sequence[PyTree], names: Sequence[str], whose: str) -> PyTree:
         """The results of `fn` on these arguments, on its own part of them on each device of the mesh."""
-        rows = current_rows()
-        mesh = self.mesh if self.mesh is not None or rows is None else rows.mesh
+        mesh = self.mesh if self.mesh is not None or CLOSURE.split is None else CLOSURE.split.mesh
         with Reader((), ()).active(), precision_of(self.matmul_precision):
             try:
                 if self.in_specs is None or mesh is None:

@@ -141,7 +141,8 @@ class FlatFunction:
             self._fresh.discard(id(program))
         elif not CLOSURE.traces:
             program.look_again()
-        return program.run(key, *arrays, *CLOSURE.read(program))
+        split = None if manual_axes() else CLOSURE.split
+        return program.run(key, *arrays, *CLOSURE.read(program), split=split)
 
     def apply(self, key: Key, *arrays: jax.Array) -> list[jax.Array]:
         """The callable as a JAX function."""

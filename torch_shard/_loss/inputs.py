@@ -5,9 +5,19 @@ from collections.abc import Mapping
 
 import jax
 
-from torch_shard._common.pieces import InPieces
 from torch_shard._scan import Bundle, GraphInput, StackRow
-from torch_shard._sharding import Stacks
+from torch_shard._sharding import Kept, Stacks
+
+
+def in_program(tensors: Mapping[str, jax.Array], name: str) -> jax.Array:
+    """An entry as a program takes it: in pieces, if it is kept so."""
+    return tensors.in_program(name) if isinstance(tensors, Stacks) else tensors[name]
+
+
+def forms_of(tensors: Mapping[str, jax.Array]) -> dict[str, Kept]:
+    """Those of entries whose gradients a program gives in pieces."""
+    forms = tensors.forms if isinstance(tensors, Stacks) else {}
+    return {name: form for name, form in forms.items() if form.cut is not None}
 
 
 class LossInputs:
@@ -15,7 +25,7 @@ class LossInputs:
 
     def __init__(self, named: list[GraphInput], tensors: Mapping[str, jax.Array], others: list[jax.Array]) -> None:
         self._named, self._tensors, self._others = named, tensors, others
-        self._stacks: dict[int, InPieces | jax.Array] = {}
+        self._stacks: dict[int, jax.Array] = {}
 
     def _name(self, at: tuple[int, ...]) -> str | None:
         number, *member = at
@@ -26,7 +36,7 @@ class LossInputs:
         name = self._name(at)
         if name is None:
             return self._others[at[0] - len(self._named)]
-        return self._tensors.in_program(name) if isinstance(self._tensors, Stacks) else self._tensors[name]
+        return in_program(self._tensors, name)
 
     def of(self, others: list[jax.Array]) -> "LossInputs":
         """The same with another batch and closure."""

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.caller import caller
 from torch_shard._common.types import PyTree
-from torch_shard._loss.inputs import LossInputs
+from torch_shard._loss.inputs import LossInputs, forms_of
 from torch_shard._loss.program import LossOutputs, LossProgram
 from torch_shard._scan import (
     GraphInput,
@@ -116,14 +116,14 @@ class PipelinedLoss:
             keys = _filled(keys, more)
             others = [_filled(x, more) if differs else x for x, differs in zip(others, self._others, strict=True)]
         inputs = _Inputs(self._program.inputs, tensors, others, self._others)
-        run = PipelineRun(self.parts, self.order, self._plan.mesh, keys=keys, inputs=inputs, place=self._place)
-        with self._program.traced():
-            given, grads = run.run()
+        assert self._program.rows is not None
+        run = PipelineRun(self.parts, self.order, self._program.rows, keys=keys, inputs=inputs, place=self._place)
+        given, grads = run.run()
         loss, *metrics = jax.tree.map(lambda x: x[: self._num], given)
         return LossOutputs(
             loss=loss,
             metrics=jax.tree.unflatten(shape.metrics, metrics),
-            grads=StackRows(self._program.by_name(grads, tensors)),
+            grads=StackRows(self._program.by_name(grads, tensors), forms_of(tensors)),
             buffers=StackRows((name, tensors[name]) for name in shape.buffers),
             written=StackRows({}),
         )

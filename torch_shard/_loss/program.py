@@ -1,6 +1,5 @@
 """A module with a torch loss as one captured program: loss, metrics, gradients and new buffers of named tensors."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -12,24 +11,24 @@ import torch
 
 from torch_shard._capture import HostPart, MetricCall, Mismatch
 from torch_shard._common.fx import outputs_of
-from torch_shard._common.pieces import whole
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
 from torch_shard._loss.captured import CapturedLoss
 from torch_shard._loss.carried import Answers
 from torch_shard._loss.host_values import HostValues
-from torch_shard._loss.inputs import LossInputs
+from torch_shard._loss.inputs import LossInputs, forms_of, in_program
 from torch_shard._loss.joint import LossShape
 from torch_shard._lowering import (
+    ConstrainedValues,
     Program,
     RowSplit,
     compiler_options,
+    constrained_values,
     find_written_out,
     report_attention,
     report_context,
     report_experts,
     report_own,
-    rows_split,
 )
 from torch_shard._scan import GraphInput, RolledLoss, StackRows, array_of, names_of, report
 
@@ -120,6 +119,11 @@ class LossProgram:
     def with_remat(self, remat: str) -> "LossProgram":
         """The same program, with another choice of what is computed again in the backward pass."""
         return dataclasses.replace(self, rolled=None if self.rolled is None else self.rolled.with_remat(remat))
+
+    @functools.cached_property
+    def constraints(self) -> ConstrainedValues:
+        """The values that it lays out on the mesh, and why."""
+        return constrained_values(self._graphs, self.rows)
 
     @property
     def written_out(self) -> list[str]:
@@ -223,17 +227,19 @@ class LossProgram:
     ) -> LossOutputs:
         """To be traced by JAX; the further inputs of `fit` follow the batch."""
         inputs = LossInputs(self.inputs, tensors, self.extra_inputs(batch, closure))
-        with self.traced():
-            outputs = self.program.run(key, *inputs.all()) if self.rolled is None else self.rolled.run(key, inputs)
+        if self.rolled is None:
+            outputs = self.program.run(key, *inputs.all(), split=self.rows)
+        else:
+            outputs = self.rolled.run(key, inputs, self.rows)
         shape, graph = self.program.graph.aux, self.program.graph
         loss, *rest = outputs[: graph.num_outputs]
         by_name, rest = self.by_name(rest, tensors), rest[len(shape.grads) :]
         buffers, metrics = rest[: len(shape.buffers)], rest[len(shape.buffers) :]
         written = dict(zip(self.written, outputs[graph.num_outputs :], strict=False))
         return LossOutputs(
-            loss=whole(array_of(loss)),
-            metrics=jax.tree.unflatten(shape.metrics, map(whole, map(array_of, metrics))),
-            grads=StackRows(by_name),
+            loss=array_of(loss),
+            metrics=jax.tree.unflatten(shape.metrics, map(array_of, metrics)),
+            grads=StackRows(by_name, forms_of(tensors)),
             buffers=StackRows(zip(shape.buffers, buffers, strict=True)),
             written=StackRows(written),
         )
@@ -245,10 +251,6 @@ class LossProgram:
         met = [next(given if is_given else others) for is_given in self.answers.are_given]
         return [*batch[:num_rows], *met]
 
-    def traced(self) -> contextlib.AbstractContextManager[None]:
-        """Let what is traced within know how the rows of the batch lie."""
-        return rows_split(self.rows)
-
     def by_name(self, grads: Sequence[Any], tensors: Mapping[str, jax.Array]) -> dict[str, Any]:
         """Gradients, those of bundles by member."""
         found: dict[str, Any] = {}
@@ -258,4 +260,4 @@ class LossProgram:
             else:
                 members = cast(list[Any], grad) if isinstance(grad, list) else [None] * len(given.names)
                 found |= zip(given.names, members, strict=True)
-        return {name: jnp.zeros_like(tensors[name]) if grad is None else grad for name, grad in found.items()}
+        return {n: jnp.zeros_like(in_program(tensors, n)) if grad is None else grad for n, grad in found.items()}

@@ -2,6 +2,8 @@
 
 from torch_shard._lowering.carried import GraphOutline, Kind, Number, Place, outline_of, split_kinds, vectors
 from torch_shard._lowering.compiler_options import compiler_options
+from torch_shard._lowering.constrained_values import ConstrainedValue, ConstrainedValues, constrained_values
+from torch_shard._lowering.constraints import DIMS, ROWS, SEQUENCE, USED_AS
 from torch_shard._lowering.interpreter import (
     conform,
     draws_random,
@@ -12,11 +14,11 @@ from torch_shard._lowering.interpreter import (
     missing_lowerings_of,
     operation,
     place_of,
-    sources_of,
 )
 from torch_shard._lowering.look_again import Looks, refuse_change
 from torch_shard._lowering.ops import (
     LOWERINGS,
+    ON_MESH,
     RANDOM,
     STORAGE_KWARGS,
     find_lowering,
@@ -31,9 +33,8 @@ from torch_shard._lowering.ops import (
     untie_gradients,
     world_of_one,
 )
-from torch_shard._lowering.ops.constraints import constrained
+from torch_shard._lowering.ops.constrained import CONSTRAINED, constrained, spec_apart
 from torch_shard._lowering.ops.context import LAID, SPLIT, OverContext
-from torch_shard._lowering.own import Own, is_own, report_own
-from torch_shard._lowering.pieces import mark_pieces
+from torch_shard._lowering.own import Own, is_own, own_of, report_own
 from torch_shard._lowering.program import Program, capture_settings
-from torch_shard._lowering.rows import ROWS, SEQUENCE, USED_AS, RowSplit, current_rows, rows_split
+from torch_shard._lowering.rows import RowSplit

@@ -15,9 +15,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch_shard._capture import Captured, bits_of, is_literal
 from torch_shard._common.dtypes import has_x64
 from torch_shard._common.fx import args_of, dtype_of, fill_in, new_before, shape_of
+from torch_shard._lowering.constraints import DIMS, USED_AS
 from torch_shard._lowering.own import own_of
-from torch_shard._lowering.pieces import PIECES
-from torch_shard._lowering.rows import ROWS, SEQUENCE, USED_AS
 
 aten = torch.ops.aten
 
@@ -29,7 +28,7 @@ Place = tuple[int, Key]
 
 Kind = Literal["int", "float"]
 
-_NOTES = ("random_place", "random_axes", ROWS, SEQUENCE, PIECES, USED_AS)
+_NOTES = ("random_place", "random_axes", DIMS, USED_AS)
 """What the lowering reads of the metadata of a node."""
 
 _LAYERS = ("torch_shard.layer.default", "torch_shard.layer_backward.default")
@@ -134,7 +133,7 @@ def outline_of(
 
 def _read(rule: _Rule, node: Node) -> Number | None:
     is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
-    if not is_tensor or own_of(node) is not None or any(PIECES in n.meta for n in (node, *node.all_input_nodes)):
+    if not is_tensor or own_of(node) is not None:
         return None
     number = rule.read(node)
     return None if number is None or (number.kind == "int" and not -_INT32 <= number.value < _INT32) else number

@@ -11,26 +11,13 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._common.dtypes import jax_dtype, torch_dtype
-from torch_shard._common.fx import args_of, aten_name, fill_in, outputs_of, target_of
-from torch_shard._common.operator_families import SCATTERS
-from torch_shard._common.pieces import InPieces
+from torch_shard._common.fx import args_of, fill_in, outputs_of, sources_of, target_of
 from torch_shard._common.random import Key, fold_axes
 from torch_shard._common.types import PyTree
-from torch_shard._lowering.ops import RANDOM, STORAGE_KWARGS, find_lowering, refuse_generator
-from torch_shard._lowering.ops.constraints import CONSTRAINED
-from torch_shard._lowering.ops.context import LAID
-from torch_shard._lowering.own import own_of
-from torch_shard._lowering.pieces import PIECES, as_stored, operate_on_pieces
-from torch_shard._lowering.rows import (
-    ROWS,
-    SEQUENCE,
-    USED_AS,
-    as_used,
-    keep_rows,
-    merged,
-    whole_if_cut,
-    whole_if_uneven,
-)
+from torch_shard._lowering.constraints import RESULT, constraints_of, laid
+from torch_shard._lowering.ops import ON_MESH, RANDOM, STORAGE_KWARGS, find_lowering, refuse_generator
+from torch_shard._lowering.own import Own, own_of
+from torch_shard._lowering.rows import RowSplit
 
 Lowered = Callable[..., list[PyTree]]
 
@@ -54,28 +41,31 @@ def missing_lowerings_of(nodes: Iterable[Node]) -> list[Node]:
 
 
 def lower(graph: GraphModule) -> Lowered:
-    """The function `(key, *arrays, place=0) -> list of arrays` that `graph` means.
+    """The function `(key, *arrays, place=0, split=None) -> list of arrays` that `graph` means.
 
     Args:
         graph: Functional, with lowerings for all its operators (see `missing_lowerings`).
 
     Returns:
         A function to be traced by JAX. `key` is a random key, or None where the graph draws no random numbers; `place`
-        is where the graph begins in the stream of random numbers, int32 scalar.
+        is where the graph begins in the stream of random numbers, int32 scalar. `split` is how the rows of the batch
+        lie on the mesh of a step.
     """
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
     steps = [(node, sources_of(node), operation(node), node.meta.get("random_place")) for node in nodes]
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     outputs = outputs_of(graph.graph)
 
-    def run(key: jax.Array | None, *arrays: jax.Array, place: int | jax.Array = 0) -> list[PyTree]:
+    def run(
+        key: jax.Array | None, *arrays: jax.Array, place: int | jax.Array = 0, split: RowSplit | None = None
+    ) -> list[PyTree]:
         values: dict[Node, PyTree] = dict(zip(inputs, arrays, strict=True))
         for node, array in values.items():
             assert _fits(node, array), (node, array.dtype, node.meta["val"])
         with matmul_precision():
             for node, sources, operate, own_place in steps:
                 at = None if own_place is None else place + own_place
-                values[node] = operate(key, at, [values[source] for source in sources])
+                values[node] = operate(key, at, [values[source] for source in sources], split)
         return [values[node] for node in outputs]
 
     return run
@@ -86,64 +76,62 @@ def draws_random(graph: GraphModule) -> bool:
     return any("random_place" in node.meta for node in graph.graph.nodes)
 
 
-def sources_of(node: Node) -> list[Node]:
-    """The nodes among the arguments of a node, in order, as often as they stand there."""
-    found: list[Node] = []
-    fill_in((node.args, node.kwargs), lambda source: found.append(source))
-    return found
+Operate = Callable[..., PyTree]
+"""`(random key, place in its stream, values of the sources, how rows lie) -> value`."""
 
 
-def operation(node: Node) -> Callable[[Key, Place, Sequence[PyTree]], PyTree]:
-    """The function of a node: `(random key, place in its stream, values of its sources) -> value`."""
+def operation(node: Node) -> Operate:
+    """The function of a node."""
     if node.target is operator.getitem:
         index = args_of(node)[1]
-        return lambda key, place, values: values[0][index]
-    target = target_of(node)
+        return lambda key, place, values, split=None: values[0][index]
+    target, own, fake = target_of(node), own_of(node), node.meta.get("val")
     lowering = find_lowering(target)
     assert lowering is not None, target
-    own = own_of(node)
-    if own is None:
-        refuse_generator(target, dict(node.kwargs))
-    if target in _STRIDED:
-        _refuse_strides(node)
+    _check(node, own)
     kept = {name: value for name, value in node.kwargs.items() if own or name not in STORAGE_KWARGS}
     static_args, kwargs = torch_pytree.tree_map_only(torch.dtype, _narrow, (tuple(node.args), kept))
+    exact, drawn, scope = exact_integers(target, fake), _draws(node), _scope_of(node)
 
-    uses = [source.meta.get(USED_AS) for source in sources_of(node)]
-    dims = [source.meta.get(ROWS) for source in sources_of(node)]
-    scatters, into = aten_name(node) in SCATTERS, int(aten_name(node) != "bincount")
-    axes = node.meta.get("random_axes", ())
-    exact = exact_integers(target, node.meta.get("val"))
-    notes: dict[str, str] = node.meta.get("custom", {})
-    scope = "/".join(filter(None, (notes.get("pass"), notes.get("module"), target._opname)))
-
-    def operate(key: Key, place: Place, values: Sequence[PyTree]) -> PyTree:
-        values = list(map(as_used, values, uses)) if any(uses) else values
-        values = [*values[:into], *whole_if_uneven(values[into:], dims[into:])] if scatters else values
-        values = [whole_if_cut(node, value) for value in values]
+    def operate(key: Key, place: Place, values: Sequence[PyTree], split: RowSplit | None = None) -> PyTree:
+        constraints = constraints_of(node, split)
+        values = [laid(value, constraints.get(at, ()), split) for at, value in enumerate(values)]
         given = map(exact, values)
         args, named = fill_in((static_args, kwargs), lambda _: next(given))
-        first = ()
-        if target in RANDOM:
-            assert key is not None, target
-            assert place is not None, target
-            first = (jax.random.fold_in(fold_axes(key, axes), place),)
-        if target in (CONSTRAINED, LAID):
-            named = {**named, "row_dim": dims[0], "sequence_dim": node.meta.get(SEQUENCE)}
-        if own is not None or first:
-            args, named = merged(list(args)), merged(dict(named))
-        apart = PIECES in node.meta or any(isinstance(value, InPieces) for value in values)
+        on_mesh = {"split": split} if target in ON_MESH else {}
         with jax.named_scope(scope):
-            if apart and own is None and not first:
-                value = operate_on_pieces(node, lowering, args, named)
-            else:
-                value = lowering(*first, *args, **named)
+            value = lowering(*drawn(key, place), *args, **named, **on_mesh)
             if own is not None:
-                own.check(node.meta["val"], value)
-            value = conform(target, node.meta.get("val"), value, node=node)
-            return keep_rows(node, as_stored(node, value))
+                own.check(fake, value)
+            return laid(conform(target, fake, value, node=node), constraints.get(RESULT, ()), split)
 
     return operate
+
+
+def _check(node: Node, own: Own | None) -> None:
+    if own is None:
+        refuse_generator(target_of(node), dict(node.kwargs))
+    if node.target in _STRIDED:
+        _refuse_strides(node)
+
+
+def _draws(node: Node) -> Callable[[Key, Place], tuple[jax.Array, ...]]:
+    """What gives a node its random key, first of its arguments, if it draws."""
+    target, axes = target_of(node), node.meta.get("random_axes", ())
+
+    def drawn(key: Key, place: Place) -> tuple[jax.Array, ...]:
+        if target not in RANDOM:
+            return ()
+        assert key is not None, target
+        assert place is not None, target
+        return (jax.random.fold_in(fold_axes(key, axes), place),)
+
+    return drawn
+
+
+def _scope_of(node: Node) -> str:
+    notes: dict[str, str] = node.meta.get("custom", {})
+    return "/".join(filter(None, (notes.get("pass"), notes.get("module"), target_of(node)._opname)))
 
 
 def _fits(node: Node, array: jax.Array) -> bool:
@@ -176,7 +164,7 @@ def exact_integers(target: object, fake: PyTree) -> Callable[[PyTree], PyTree]:
         return lambda value: value
 
     def exact(value: PyTree) -> PyTree:
-        is_array = isinstance(value, jax.Array | InPieces)
+        is_array = isinstance(value, jax.Array)
         return value.astype(dtype) if is_array and not jax.numpy.issubdtype(value.dtype, jax.numpy.inexact) else value
 
     return exact
@@ -202,9 +190,9 @@ def conform(target: object, fake: PyTree, value: PyTree, *, node: Node | None = 
 def _conform_one(target: object, fake: torch.Tensor, value: PyTree, node: Node | None) -> PyTree:
     if value is None:
         return None
-    value = value if isinstance(value, InPieces) else jax.numpy.asarray(value)
+    value = jax.numpy.asarray(value)
     if value.size == fake.numel() == 0:
-        value = merged(value).reshape(tuple(fake.shape))
+        value = value.reshape(tuple(fake.shape))
     if value.shape != tuple(fake.shape) and not (node is not None and _is_unspecified(node, fake)):
         raise NotImplementedError(
             f"The lowering of {target} gave shape {value.shape} where PyTorch gives {tuple(fake.shape)}. "

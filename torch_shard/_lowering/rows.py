@@ -1,45 +1,17 @@
-"""Values that have the rows of the batch stay split as the batch is, where the compiler would choose otherwise.
+"""How the rows of a batch lie on a mesh, and what runs on each device for its own."""
 
-Where parameters are split over the axes of the batch too (FSDP), XLA's partitioner may split the hidden dims of
-activations over these axes and sum the results over the devices, with the whole batch on each. A constraint on the
-rows, which leaves all other dims to the partitioner, keeps it from that; it changes no number.
-"""
-
-import contextlib
-import contextvars
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from torch.fx import Node
 
-from torch_shard._common.axes import manual_axes
-from torch_shard._common.fx import aten_name, operator_name, shape_of
-from torch_shard._common.operator_families import PRODUCTS, RESHAPES
-from torch_shard._common.pieces import InPieces
 from torch_shard._common.types import PyTree
-from torch_shard._sharding import Context, has_three_axes
+from torch_shard._sharding import Context
 
 Results = tuple[jax.Array, ...]
-
-ROWS = "rows"
-"""Under this name the metadata of a node say which dim of its value has the rows of the batch."""
-
-SEQUENCE = "sequence"
-"""Under this name they say which dim has the sequence of the batch, where a plan splits it over an axis of its own."""
-
-USED_AS = "used_as"
-"""Under this name those of an input say how an entry is split in use, if that is less than in store."""
-
-_KEPT = PRODUCTS | {"embedding", "add", "constrained"}
-"""What a constraint has moved comes back: XLA's partitioner errs in products of factors with rows in other places."""
-
-
-_CUTS = {"slice": 1, "split": 2, "split_with_sizes": 2}
-"""Where operators that cut a value have the dim among their arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,28 +94,11 @@ class RowSplit:
         return found
 
 
-_CURRENT: contextvars.ContextVar[RowSplit | None] = contextvars.ContextVar("rows", default=None)
-
-
-def current_rows() -> RowSplit | None:
-    """How the rows lie in the program that is being traced; None where that is not known."""
-    return _CURRENT.get()
-
-
-@contextlib.contextmanager
-def rows_split(split: RowSplit | None) -> Iterator[None]:
-    """Let programs that are traced within know how the rows of the batch lie."""
-    token = _CURRENT.set(split)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
-
-
 def on_rows(
     fn: Callable[..., tuple[Results, Results]],
     by_rows: Sequence[PyTree],
     whole: Sequence[PyTree],
+    split: RowSplit | None,
     *,
     dims: Sequence[int] = (),
     out_dims: Sequence[int] = (),
@@ -154,11 +109,11 @@ def on_rows(
         fn: `(*by_rows, *whole) -> (results with rows, results that are sums over rows)`.
         by_rows: Arguments whose arrays have rows.
         whole: Those whose arrays each device needs whole.
+        split: How the rows lie; None where that is not known.
         dims: The dim of the rows in each argument that has some; 0 by default.
         out_dims: The dim of the rows in each result that has some; 0 by default.
     """
-    split = current_rows()
-    if split is None or split.mesh.size == 1 or manual_axes():
+    if split is None or split.mesh.size == 1:
         return fn(*by_rows, *whole)
     dims = dims or [0] * len(by_rows)
     axes = split.dividing(by_rows[0].shape[dims[0]])
@@ -176,105 +131,19 @@ def on_rows(
     return mapped(*by_rows, *whole)
 
 
-def as_used(value: PyTree, spec: PartitionSpec | None) -> PyTree:
-    """An entry of the model, split like this where it is used; as it is where nothing is said."""
-    split = current_rows()
-    if split is None or spec is None:
-        return value
-    if isinstance(value, InPieces):
-        sharding = NamedSharding(split.mesh, value.spec(spec))
-        return InPieces(jax.lax.with_sharding_constraint(value.array, sharding), value.dim)
-    return jax.lax.with_sharding_constraint(value, NamedSharding(split.mesh, spec))
+def is_uneven(indices: Sequence[tuple[tuple[int, ...], int | None]], split: RowSplit) -> bool:
+    """Tell whether the devices do not divide the indices of a scatter, given their shapes, and dims of rows."""
+    whole = [n for shape, dim in indices if dim is None for n in shape]
+    of_rows = [shape[dim] for shape, dim in indices if dim is not None]
+    return any(n % split.mesh.size for n in whole) or any(n % split.num_shards for n in of_rows)
 
 
-def merged(value: PyTree) -> PyTree:
-    """A value, put together if it is in pieces, of which each device has all then; also several.
-
-    XLA's partitioner errs where split dims become one, or one becomes two (tests/system/test_partitioner.py).
-    """
-
-    def merge(leaf: PyTree) -> PyTree:
-        if not isinstance(leaf, InPieces):
-            return leaf
-        at = leaf.ndim + leaf.dim
-        return InPieces(_whole_along(leaf.array, at, at + 1), leaf.dim).whole()
-
-    return jax.tree.map(merge, value, is_leaf=lambda leaf: isinstance(leaf, InPieces))
-
-
-def as_pieces(value: jax.Array | InPieces, num: int, dim: int) -> InPieces:
-    """A value with its dim `dim`, from the end, in so many pieces, of which each device has all."""
-    if isinstance(value, InPieces) and (value.num, value.dim) == (num, dim):
-        return value
-    array: jax.Array = merged(value)
-    return InPieces.of(array if num == 1 else _whole_along(array, array.ndim + dim), num, dim)
-
-
-def _whole_along(array: jax.Array, *dims: int) -> jax.Array:
-    """An array that no device has a part of these dims of; the compiler chooses for the others."""
-    split = current_rows()
-    if split is None or manual_axes():
-        return array
-    free = None if has_three_axes(split.mesh) else PartitionSpec.UNCONSTRAINED
-    spec = PartitionSpec(*(None if dim in dims else free for dim in range(array.ndim)))
-    return jax.lax.with_sharding_constraint(array, NamedSharding(split.mesh, spec))
-
-
-def whole_if_uneven(values: Sequence[PyTree], dims: Sequence[int | None] = ()) -> Sequence[PyTree]:
-    """What a scatter writes, and where; all of it on each device, if the devices do not divide the indices.
+def whole_if_uneven(values: Sequence[jax.Array], split: RowSplit | None) -> Sequence[jax.Array]:
+    """What an operator scatters, and where; all of it on each device, if the devices do not divide the indices.
 
     XLA's partitioner pads them and may write the padding too (jaxlib 0.10.2; tests/system/test_upstream.py).
     """
-    split = current_rows()
-    if split is None or manual_axes():
+    indices = [(v.shape, None) for v in values if jnp.issubdtype(v.dtype, jnp.integer)]
+    if split is None or not is_uneven(indices, split):
         return values
-    pairs = zip(values, dims or [None] * len(values), strict=True)
-    indices = [(v.shape, dim) for v, dim in pairs if isinstance(v, jax.Array) and jnp.issubdtype(v.dtype, jnp.integer)]
-    whole_sizes = [n for shape, dim in indices if dim is None for n in shape]
-    row_sizes = [shape[dim] for shape, dim in indices if dim is not None]
-    if not any(n % split.mesh.size for n in whole_sizes) and not any(n % split.num_shards for n in row_sizes):
-        return values
-    whole = NamedSharding(split.mesh, PartitionSpec())
-    return [jax.lax.with_sharding_constraint(v, whole) if isinstance(v, jax.Array) else v for v in values]
-
-
-def whole_if_cut(node: Node, value: PyTree) -> PyTree:
-    """What an operator cuts along its last dim into parts that shards do not line up with, with that dim whole.
-
-    XLA's partitioner moves parts of shards for it, and errs where the result moves on (jaxlib 0.10.2; validation/fuzz).
-    Projections that are stored in pieces are cut between these, and do not move.
-    """
-    split = current_rows()
-    if split is None or not isinstance(value, jax.Array) or not jnp.issubdtype(value.dtype, jnp.floating):
-        return value
-    sizes = [split.mesh.shape[axis] for axis in split.other_axes]
-    num = _num_parts(node, value.shape)
-    return _whole_along(value, value.ndim - 1) if any(num % size for size in sizes) else value
-
-
-def _num_parts(node: Node, shape: tuple[int, ...]) -> int:
-    """Into how many parts the last dim of a source is cut: 0 if it is not, 1 if not into equal ones."""
-    if node.target in RESHAPES:
-        before, after = math.prod(shape[:-1]), shape_of(node)
-        at = next((i for i in range(len(after)) if math.prod(after[:i]) == before and after[i] > 1), None)
-        return 0 if at is None or after[at] >= shape[-1] else after[at]
-    place = _CUTS.get(aten_name(node))
-    if place is None:
-        return 0
-    dim = node.kwargs.get("dim", dict(enumerate(node.args)).get(place, 0))
-    return int(isinstance(dim, int) and dim in (-1, len(shape) - 1))
-
-
-def keep_rows(node: Node, value: PyTree) -> PyTree:
-    """The value of a node, with its rows split over the devices where that is asked for."""
-    split = _CURRENT.get()
-    if split is None or not split.kept or operator_name(node) not in _KEPT:
-        return value
-    axes = split.places(node.meta.get(ROWS), node.meta.get(SEQUENCE), value.shape)
-    if not axes:
-        return value
-    if isinstance(value, InPieces):
-        axes = {dim + (dim > value.ndim + value.dim): own for dim, own in axes.items()}
-        sharding = split.along(axes, value.ndim + 1)
-        return InPieces(jax.lax.with_sharding_constraint(value.array, sharding), value.dim)
-    return jax.lax.with_sharding_constraint(value, split.along(axes, value.ndim))
+    return [jax.lax.with_sharding_constraint(v, NamedSharding(split.mesh, PartitionSpec())) for v in values]

@@ -10,9 +10,9 @@ from torch import nn
 from torch.fx import GraphModule
 
 from torch_shard._capture import Aux, Spec, TensorFn
-from torch_shard._lowering import ROWS, SEQUENCE, Program, draws_random, untie_gradients
-from torch_shard._scan.batch_rows import Dim, note_rows
+from torch_shard._lowering import ROWS, SEQUENCE, Program, RowSplit, draws_random, untie_gradients
 from torch_shard._scan.bundles import GraphInput, names_of
+from torch_shard._scan.dims import Dim, note_rows
 from torch_shard._scan.entries import Cut, EntryNotes
 from torch_shard._scan.execute import Inputs, Result, execute
 from torch_shard._scan.instructions import BundleValues, Instruction, instructions_of, only_adds_bundles
@@ -138,9 +138,9 @@ class RolledLoss:
         """The same of another graph with these calls."""
         return RolledLoss(program, self.calls, self.scan, self._remat)
 
-    def run(self, key: jax.Array | None, inputs: Inputs) -> list[Result]:
+    def run(self, key: jax.Array | None, inputs: Inputs, split: RowSplit | None) -> list[Result]:
         """Arrays, and rows of stacked arrays."""
-        return execute(self.items, self.outputs, key, inputs)
+        return execute(self.items, self.outputs, key, inputs, split=split)
 
     def without(self, inputs: Sequence[GraphInput]) -> list[str]:
         """Names of bundled parameters that the loss does not reach, of the inputs whose gradients follow it."""
@@ -205,8 +205,8 @@ def capture_layers(
     _refuse_if_asked(groups, repeats, what)
     fn, specs = joint(None)
     program = Program(fn, specs, what)
-    follow(program, specs, {})
     repeats.notes.put(program.graph, {})
+    follow(program, specs, {})
     return program, None, groups
 
 
@@ -240,8 +240,8 @@ def _try_capture(
         program = Program(fn, specs, what, others=(LAYER, LAYER_BACKWARD), inner=regions.graphs)
         if not only_adds_bundles(program.graph.module, regions.calls):
             return Unbundled()
-        follow(program, specs, regions.calls)
         repeats.notes.put(program.graph, regions.calls)
+        follow(program, specs, regions.calls)
         if repeats.stages is not None:
             untie_gradients(program.graph.module)
         rolled = RolledLoss(program, regions.calls, repeats.scan is not False, repeats.choices[0])

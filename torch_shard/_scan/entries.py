@@ -1,20 +1,18 @@
 """What a plan says of the inputs and gradients of a capture, and of its repeated layers, by the names of entries."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
 from torch.fx import Graph, Node
 
 from torch_shard._capture import Captured
-from torch_shard._common.fx import args_of, outputs_of
-from torch_shard._lowering import USED_AS, mark_pieces
+from torch_shard._common.fx import args_of
+from torch_shard._lowering import USED_AS
 from torch_shard._scan.bundles import GraphInput
-from torch_shard._scan.region import LAYER, Call
-
-Cut = tuple[int, int]
-"""Number of pieces, and the dim from the end."""
+from torch_shard._scan.pieces import Cut, take_apart
+from torch_shard._scan.region import LAYER, Call, Region
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,35 +28,39 @@ class EntryNotes:
     uses: Mapping[str, PartitionSpec]
 
     def put(self, captured: Captured[Any], calls: Mapping[int, Call]) -> None:
-        """Note it on the nodes of a loss, and of its layers."""
+        """Rewrite a loss, and its layers, for entries in pieces, and note on the nodes how others are used."""
         if not self.cuts and not self.uses:
             return
         graph, named, trained = captured.module.graph, captured.aux.inputs, captured.aux.grads
         given = dict(zip((node for node in graph.nodes if node.op == "placeholder"), named, strict=False))
-        inputs = {node: name for node, name in given.items() if isinstance(name, str)}
-        self._mark(graph, inputs, zip(outputs_of(graph)[1:], trained, strict=False))
+        regions: dict[int, tuple[Region, list[str]]] = {}
         for node in graph.nodes:
             if node.target is LAYER:
                 number, tensors = args_of(node)
-                self._put_on_layer(calls[number], [given.get(tensor) for tensor in tensors])
+                call, arguments = calls[number], [given.get(tensor) for tensor in tensors]
+                names = [_name(arguments[i], member) for i, member in call.arguments]
+                regions.setdefault(id(call.region), (call.region, names))
+        for region, names in regions.values():
+            self._put_on_layer(region, names)
+        inputs = {node: name for node, name in given.items() if isinstance(name, str)}
+        self._put(graph, inputs, {1 + at: name for at, name in enumerate(trained) if isinstance(name, str)}, calls)
 
-    def _put_on_layer(self, call: Call, arguments: Sequence[GraphInput | None]) -> None:
-        region, graph = call.region, call.region.graph.module.graph
-        names = [_name(arguments[i], member) for i, member in call.arguments]
+    def _put_on_layer(self, region: Region, names: Sequence[str]) -> None:
+        graph = region.graph.module.graph
         nodes = [node for node in graph.nodes if node.op == "placeholder"]
         tensors = [node for node, (kind, _) in zip(nodes, region.inputs, strict=True) if kind != "cotangent"]
-        grads = outputs_of(graph)[region.num_results : region.graph.num_outputs]
-        trained = (names[position] for position in region.gradients)
-        self._mark(graph, dict(zip(tensors, names, strict=True)), zip(grads, trained, strict=True))
+        grads = {region.num_results + at: names[position] for at, position in enumerate(region.gradients)}
+        self._put(graph, dict(zip(tensors, names, strict=True)), grads, {})
 
-    def _mark(self, graph: Graph, inputs: Mapping[Node, str], grads: Iterable[tuple[Any, Any]]) -> None:
-        if self.cuts:
-            cuts = {node: self.cuts[name] for node, name in inputs.items() if name in self.cuts}
-            named = [(node, name) for node, name in grads if isinstance(node, Node) and isinstance(name, str)]
-            mark_pieces(graph, cuts, [(node, self.cuts.get(name)) for node, name in named])
+    def _put(
+        self, graph: Graph, inputs: Mapping[Node, str], grads: Mapping[int, str], calls: Mapping[int, Call]
+    ) -> None:
         for node, name in inputs.items():
             if name in self.uses:
                 node.meta[USED_AS] = self.uses[name]
+        if self.cuts:
+            cuts = {node: self.cuts[name] for node, name in inputs.items() if name in self.cuts}
+            take_apart(graph, cuts, {at: self.cuts.get(name) for at, name in grads.items()}, calls)
 
 
 def _name(given: GraphInput | None, member: int | None) -> str:

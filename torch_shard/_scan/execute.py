@@ -9,12 +9,12 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from torch_shard._common.pieces import InPieces, whole
 from torch_shard._common.random import Key
-from torch_shard._lowering import matmul_precision
+from torch_shard._lowering import RowSplit, matmul_precision
 from torch_shard._scan.instructions import BundleValues, Instruction, Operand, Output
 from torch_shard._scan.narrow import wide
 from torch_shard._scan.reroll import Loop
+from torch_shard._sharding import Kept
 
 
 class Inputs(Protocol):
@@ -31,11 +31,11 @@ class Inputs(Protocol):
 class StackRow:
     """One row of stacked results."""
 
-    stack: "jax.Array | InPieces"
+    stack: jax.Array
     index: int
 
     @property
-    def array(self) -> "jax.Array | InPieces":
+    def array(self) -> jax.Array:
         """The row by itself."""
         return self.stack[self.index]
 
@@ -57,14 +57,8 @@ def stack_of(values: Sequence[Result]) -> Result:
         if isinstance(rows[0], StackRow):
             pieces.append(rows[0].stack[rows[0].index : rows[-1].index + 1])
         else:
-            pieces.append(_joined(jnp.stack, rows))
-    return pieces[0] if len(pieces) == 1 else _joined(jnp.concatenate, pieces)
-
-
-def _joined(join: Callable[..., jax.Array], values: Sequence[Result]) -> Result:
-    """Values as one; those in pieces as one in pieces, if all are."""
-    alike = len({jax.tree.structure(value) for value in values}) == 1
-    return jax.tree.map(lambda *arrays: join(arrays), *(values if alike else map(whole, values)))
+            pieces.append(jnp.stack(rows))
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
 
 
 def _run_of(position: int, value: Result) -> Hashable:
@@ -73,13 +67,21 @@ def _run_of(position: int, value: Result) -> Hashable:
 
 
 class StackRows(Mapping[str, jax.Array]):
-    """Results by name, of which some are rows of stacks."""
+    """Results by name, of which some are rows of stacks, and some in the form in which an entry is kept.
 
-    def __init__(self, values: Mapping[str, Result] | Iterable[tuple[str, Result]]) -> None:
-        self._values = dict(values)
+    Args:
+        values: By name.
+        forms: Of those in another form than torch's, which `[name]` gives.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Result] | Iterable[tuple[str, Result]], forms: Mapping[str, Kept] | None = None
+    ) -> None:
+        self._values, self.forms = dict(values), forms or {}
 
     def __getitem__(self, name: str) -> jax.Array:
-        return array_of(self._values[name])
+        form = self.forms.get(name)
+        return self.kept(name) if form is None else form.restore(self.kept(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -89,6 +91,15 @@ class StackRows(Mapping[str, jax.Array]):
 
     def stacked(self, names: Sequence[str]) -> jax.Array:
         """`(n, *shape)`."""
+        form = self.forms.get(names[0])
+        return self.kept_rows(names) if form is None else form.restore(self.kept_rows(names), is_stack=True)
+
+    def kept(self, name: str) -> jax.Array:
+        """A value in the form in which it is kept."""
+        return array_of(self._values[name])
+
+    def kept_rows(self, names: Sequence[str]) -> jax.Array:
+        """Several, stacked."""
         return stack_of([self._values[name] for name in names])
 
 
@@ -98,6 +109,7 @@ def execute(
     key: Key,
     inputs: Inputs,
     *,
+    split: RowSplit | None,
     known: Mapping[Operand, Result] | None = None,
 ) -> list[Result]:
     """Run instructions and loops.
@@ -107,19 +119,21 @@ def execute(
         outputs: `Operand`s, `BundleValues`, or what is not a tensor.
         key: A random key, or None.
         inputs: What `Operand`s with a number are.
+        split: How the rows of the batch lie on the mesh of a step.
         known: What others have made that ran before.
 
     Returns:
         For each output an array or a `StackRow`, for a bundle a list of them, with None for zero.
     """
-    run = _Run(items, outputs, inputs, known or {})
+    run = _Run(items, outputs, inputs, split=split, known=known or {})
     with matmul_precision():
         for item in items:
             if isinstance(item, Loop):
                 run.loop(item, key)
             else:
                 with item.scope:
-                    run.done[item] = item.operate(key, item.place, [array_of(run.read(v)) for v in item.sources])
+                    values = [array_of(run.read(v)) for v in item.sources]
+                    run.done[item] = item.operate(key, item.place, values, split)
         return [run.output(value) for value in outputs]
 
 
@@ -129,9 +143,11 @@ class _Run:
         items: Sequence[Instruction | Loop],
         outputs: Sequence[Output],
         inputs: Inputs,
+        *,
+        split: RowSplit | None,
         known: Mapping[Operand, Result],
     ) -> None:
-        self._inputs, self._known = inputs, known
+        self._inputs, self._split, self._known = inputs, split, known
         self.done: dict[Instruction, Result] = {}
         self._rows: dict[tuple[Instruction, tuple[int, ...]], Result] = {}
         self._wanted: dict[int | Instruction, set[tuple[int, ...]]] = {}
@@ -177,9 +193,10 @@ class _Run:
         def body(carry: list[jax.Array], given: Any) -> tuple[list[jax.Array], list[jax.Array]]:
             each, places = given
             each = [row if of is None else of[row] for (of, _), row in zip(per_row, each, strict=True)]
-            return iterate(loop, results, key, carry, each=each, fixed=fixed, places=places)
+            given = {"each": each, "fixed": fixed, "places": places}
+            return iterate(loop, results, key, carry, **given, split=self._split)
 
-        first = [whole(array_of(self.read(value))) for value, _, _ in loop.carries]
+        first = [array_of(self.read(value)) for value, _, _ in loop.carries]
         if loop.is_backward:
             first = self._after_outputs(first)
         rows = [rows for _, rows in per_row]
@@ -226,6 +243,7 @@ def iterate(
     each: Sequence[Result],
     fixed: Sequence[Result],
     places: Mapping[int, jax.Array],
+    split: RowSplit | None,
 ) -> tuple[list[jax.Array], list[Result]]:
     """One iteration of a loop.
 
@@ -237,6 +255,7 @@ def iterate(
         each: What differs by iteration.
         fixed: What does not.
         places: Where instructions stand in the stream of random numbers.
+        split: How the rows of the batch lie on the mesh of a step.
 
     Returns:
         What it hands on, and the results, of which some are `Narrow`.
@@ -248,8 +267,8 @@ def iterate(
             wide(_at(found[s.number], s.path)) if s.kind == "own" else known[s.kind][s.number] for s in loop.slots[i]
         ]
         with instruction.scope_of_all:
-            found.append(instruction.operate(key, places.get(i), sources))
-    handed = [whole(wide(_at(found[number], path))) for _, number, path in loop.carries]
+            found.append(instruction.operate(key, places.get(i), sources, split))
+    handed = [wide(_at(found[number], path)) for _, number, path in loop.carries]
     return handed, [_at(found[number], path) for number, path in results]
 
 

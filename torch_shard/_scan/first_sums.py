@@ -8,6 +8,7 @@ a sum that those of the others have.
 import dataclasses
 from collections.abc import Hashable, Iterator, Sequence
 
+import jax
 import jax.numpy as jnp
 import torch
 
@@ -142,4 +143,7 @@ class _Pair:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Instruction:
-    return Instruction(("zeros", shape, dtype), [], lambda key, place, values: jnp.zeros(shape, jax_dtype(dtype)))
+    def zeros(*_: object) -> jax.Array:
+        return jnp.zeros(shape, jax_dtype(dtype))
+
+    return Instruction(("zeros", shape, dtype), [], zeros)

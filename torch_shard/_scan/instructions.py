@@ -11,10 +11,9 @@ import jax
 import torch
 from torch.fx import GraphModule, Node
 
-from torch_shard._common.fx import args_of, fill_in, outputs_of
-from torch_shard._common.pieces import whole
+from torch_shard._common.fx import args_of, fill_in, outputs_of, sources_of
 from torch_shard._common.random import Key
-from torch_shard._lowering import lower, operation, sources_of
+from torch_shard._lowering import RowSplit, lower, operation
 from torch_shard._scan.narrow import Narrow, take_casts_off
 from torch_shard._scan.partition import partition
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call, Region
@@ -24,7 +23,7 @@ Place = jax.Array | int | None
 SUM = "sum of gradients"
 """The kind of such an instruction."""
 
-Operate = Callable[[Key, Place, Sequence[Any]], Any]
+Operate = Callable[[Key, Place, Sequence[Any], RowSplit | None], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Instruction:
     Attributes:
         kind: Instructions of one kind do the same to their sources.
         sources: What it works on.
-        operate: `(random key, place in its stream, values of the sources) -> value`.
+        operate: `(random key, place in its stream, values of the sources, how rows lie) -> value`.
         place: Where it stands in the stream of random numbers, if it draws any.
         layer: The path of the module that it is the forward or backward pass of, if it is one.
         is_backward: Whether it is the backward pass.
@@ -137,18 +136,20 @@ def _passes(region: Region, remat: str, sources: list[list[Operand]]) -> Passes:
     casts = {} if halves.backward is None else take_casts_off(halves.backward)
     back = None if halves.backward is None else lower(halves.backward)
 
-    def operate(key: Key, place: Place, values: Sequence[jax.Array]) -> list[jax.Array | None]:
-        found = forward(key, *values, place=0 if place is None else place)
-        return [*map(whole, found[:num_results]), None, *found[num_results:], *(values[i] for i in kept)]
+    def operate(key: Key, place: Place, values: Sequence[jax.Array], split: RowSplit | None) -> list[jax.Array | None]:
+        found = forward(key, *values, place=0 if place is None else place, split=split)
+        return [*found[:num_results], None, *found[num_results:], *(values[i] for i in kept)]
 
-    def backward(key: Key, place: Place, values: Sequence[jax.Array]) -> Sequence[jax.Array | Narrow]:
+    def backward(
+        key: Key, place: Place, values: Sequence[jax.Array], split: RowSplit | None
+    ) -> Sequence[jax.Array | Narrow]:
         if remat != "none":  # or XLA would see that the forward pass has computed all this, and keep it
             values = jax.lax.optimization_barrier(list(values))
         first, saved = values[: len(at_hand)], values[len(at_hand) : len(at_hand) + num_saved]
         given = dict(zip(order, [*first, *saved[halves.num_saved :]], strict=True))
         rest = [*saved[: halves.num_saved], *values[len(at_hand) + num_saved :]]
         assert back is not None
-        found = back(key, *(given[i] for i in halves.inputs), *rest, place=0 if place is None else place)
+        found = back(key, *(given[i] for i in halves.inputs), *rest, place=0 if place is None else place, split=split)
         return [Narrow(value, casts[i]) if i in casts else value for i, value in enumerate(found)]
 
     num_saved, num_results = halves.num_saved + len(kept), len(region.results)
@@ -252,7 +253,7 @@ class _Builder:
     def _added(self, values: list[Operand]) -> Operand | None:
         if len(values) < 2:
             return values[0] if values else None
-        return Operand(self._new(Instruction(SUM, values, lambda key, place, values: values[0] + values[1])))
+        return Operand(self._new(Instruction(SUM, values, lambda key, place, values, split: values[0] + values[1])))
 
     def connect(self) -> None:
         """Let forward passes save what backward passes read."""
@@ -273,7 +274,7 @@ class _Builder:
             instruction.sources, instruction.operate = [*saved, *cotangents], mine.backward
 
 
-def _unconnected(key: Key, place: Place, values: Sequence[object]) -> NoReturn:
+def _unconnected(key: Key, place: Place, values: Sequence[object], split: RowSplit | None) -> NoReturn:
     raise AssertionError("a layer that was not connected")
 
 

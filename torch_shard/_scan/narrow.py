@@ -21,7 +21,7 @@ class Narrow:
     """A value, and the wider dtype that it is of for all who read it.
 
     Attributes:
-        array: In which it is held; may be in pieces.
+        array: In which it is held.
         dtype: That it is of.
     """
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.dtypes import dtype_of_sums
-from torch_shard._lowering import current_rows
+from torch_shard._lowering import RowSplit
 from torch_shard._scan.execute import Result, StackRow, iterate, places_of, stack_of
 from torch_shard._scan.instructions import Operand
 from torch_shard._scan.narrow import wide
@@ -105,13 +105,13 @@ class Each:
 class Across:
     """Values of all stages, on their devices."""
 
-    def __init__(self, stages: Stages, mesh: Mesh, num_rows: int) -> None:
-        self.stages, self._mesh, self._num_rows = stages, mesh, num_rows
+    def __init__(self, stages: Stages, split: RowSplit, num_rows: int) -> None:
+        self.stages, self.split, self._mesh, self._num_rows = stages, split, split.mesh, num_rows
         self.iota = jnp.arange(stages.num)
 
     def put(self, tree: Tree, dim: int = 0, *, has_rows: bool = False) -> Tree:
         """Values with the stages in this dim; with `has_rows`, the next one has the rows of the batch."""
-        rows = current_rows() if has_rows else None
+        rows = self.split if has_rows else None
 
         def placed(x: jax.Array) -> jax.Array:
             parts: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
@@ -140,14 +140,14 @@ class Across:
 
     def of(self, tree: Tree, stage: int) -> Tree:
         """What one of them has, for all: with its rows split over the stages too, or its sequence, if they divide."""
-        rows = current_rows()
+        rows = self.split
 
         def taken(x: jax.Array) -> jax.Array:
             mine = self._mask(self.iota == stage, x)
             if x.dtype == bool:
                 return jnp.any(mine & x, 0)
             found = jnp.where(mine, x, jnp.zeros_like(x)).sum(0, dtype=x.dtype)
-            if rows is None or not found.ndim or found.shape[0] != self._num_rows or self._num_rows % rows.num_shards:
+            if not found.ndim or found.shape[0] != self._num_rows or self._num_rows % rows.num_shards:
                 return found
             axes = {0: self.wide_axes(rows.axes)}
             if axes[0] == rows.axes and found.ndim > 2 and found.shape[1] % self.stages.num == 0:
@@ -284,7 +284,8 @@ class LayerPass:
             flow: list[Tree], each: list[Tree], fixed: list[Tree], drawn: tuple[jax.Array, dict[int, Any]]
         ) -> Any:
             key, places = drawn
-            handed, results = iterate(self._loop, self.results, key, flow, each=each, fixed=fixed, places=places)
+            given = {"each": each, "fixed": fixed, "places": places}
+            handed, results = iterate(self._loop, self.results, key, flow, **given, split=self._across.split)
             return handed, list(map(wide, results))
 
         mapped = jax.vmap(stage, in_axes=(0, 0, axes, 0), spmd_axis_name=self.order.stages.axis)

@@ -8,11 +8,9 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from torch_shard._common.dtypes import dtype_of_sums
-from torch_shard._common.pieces import whole
-from torch_shard._lowering import current_rows, matmul_precision, rows_split
+from torch_shard._lowering import RowSplit, matmul_precision
 from torch_shard._scan.execute import Inputs, Result, StackRow, array_of, execute, operands_of, row_or_value
 from torch_shard._scan.instructions import Operand
 from torch_shard._scan.pipeline_layers import Across, Each, LayerPass, Order, PassState, Saved, take
@@ -73,7 +71,7 @@ class PipelineRun:
     Args:
         parts: Of the loss.
         order: When each stage works on what.
-        mesh: With the axis of the stages.
+        rows: How the rows of the batch lie on the mesh, which has the axis of the stages.
         keys: A random key for each microbatch.
         inputs: Of all microbatches.
         place: Lays out a sum of gradients of layers, `(rounds, layers, stages, ...)`, given the layers' operands.
@@ -83,7 +81,7 @@ class PipelineRun:
         self,
         parts: Parts,
         order: Order,
-        mesh: Mesh,
+        rows: RowSplit,
         *,
         keys: jax.Array,
         inputs: Microbatched,
@@ -95,7 +93,9 @@ class PipelineRun:
         self._once: dict[Operand, Result] = {}
         self._stacks: dict[Operand, Tree] = {}
         """Values of all microbatches, `(num, ...)`."""
-        self._across = Across(order.stages, mesh, inputs.num_rows)
+        self._across = Across(order.stages, rows, inputs.num_rows)
+        self._wide = dataclasses.replace(rows, axes=self._across.wide_axes(rows.axes))
+        """Beside the layers, rows are split over the stages too, as far as they divide."""
 
     def run(self) -> tuple[list[Tree], list[Result]]:
         """The outputs of each microbatch, `(num, ...)`, and the sums of the others."""
@@ -104,13 +104,15 @@ class PipelineRun:
         outputs = [*operands_of(parts.given), *parts.sums]
         with matmul_precision():
             wanted = parts.needed(["once"], readers, outputs)
-            self._once = dict(zip(wanted, execute(parts.once, wanted, self._keys[0], self._same), strict=True))
+            once = execute(parts.once, wanted, self._keys[0], self._same, split=self._across.split)
+            self._once = dict(zip(wanted, once, strict=True))
             self._stacks |= self._each(parts.before, parts.needed(["before"], readers[1:], outputs), [])[0]
             sums = self._one_by_one() if self._order.one_by_one else self._forward_first()
             sums |= {v: self._sum_of(v) for v in parts.sums if v not in sums}
             given = [self._stacked(v) if isinstance(v, Operand) else v for v in parts.given]
             known = {**self._once, **sums}
-            return given, execute(parts.tail, parts.summed, self._keys[0], self._same, known=known)
+            split = self._across.split
+            return given, execute(parts.tail, parts.summed, self._keys[0], self._same, split=split, known=known)
 
     # Schedules
 
@@ -241,12 +243,10 @@ class PipelineRun:
     def _part(
         self, items: list[Item], wanted: list[Operand], index: jax.Array, known: dict[Operand, Result]
     ) -> list[Tree]:
-        """What a part makes of one microbatch: its rows are split over the stages too, as far as they divide."""
-        rows = current_rows()
-        wide = None if rows is None else dataclasses.replace(rows, axes=self._across.wide_axes(rows.axes))
+        """What a part makes of one microbatch."""
         known = {**self._once, **{value: take(stack, index) for value, stack in self._stacks.items()}, **known}
-        with rows_split(wide):
-            return list(map(array_of, execute(items, wanted, self._keys[index], self._inputs.at(index), known=known)))
+        inputs, key = self._inputs.at(index), self._keys[index]
+        return list(map(array_of, execute(items, wanted, key, inputs, split=self._wide, known=known)))
 
     def _rows(self, saved: Saved, index: jax.Array) -> dict[Operand, Result]:
         """What the layers have made of one microbatch, as far as others read it."""
@@ -332,7 +332,7 @@ class PipelineRun:
     def _firsts(self, layers: _Pass, index: jax.Array) -> list[Tree]:
         """What enters the first stage, of one microbatch."""
         stacks = [(v, self._stack_of(v)) for v in layers.firsts]
-        return [whole(self._value(v) if stack is None else take(stack, index)) for v, stack in stacks]
+        return [self._value(v) if stack is None else take(stack, index) for v, stack in stacks]
 
     def _leaving(self, outs: Tree) -> Tree:
         """What leaves the last stage in all ticks, of the microbatches: it is there in the last ticks."""

@@ -21,7 +21,6 @@ import torch
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from torch_shard._common.pieces import InPieces
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import is_integer
 from torch_shard._sharding.mesh import axes_of
@@ -245,9 +244,6 @@ class Kept:
 
     def store(self, leaf: PyTree, *, is_stack: bool = False) -> PyTree:
         """A tensor, array or struct in torch's shape, or a stack of such rows, as it is kept."""
-        if isinstance(leaf, InPieces):
-            leaf, cut = (leaf, self.cut) if self.cut else (leaf.whole(), None)
-            return self._form.store(leaf) if cut is None else InPieces.of(leaf, *cut).array
         if isinstance(leaf, jax.ShapeDtypeStruct):
             shape = self._form.stored_shape(leaf.shape)
             return _struct(leaf, shape, lambda sharding: self.stored_sharding(sharding, is_stack=is_stack))
@@ -269,7 +265,7 @@ class Kept:
 
     def in_program(self, leaf: PyTree, *, is_stack: bool = False) -> PyTree:
         """What is kept, as a program takes it: in pieces, or in torch's shape."""
-        return self.restore(leaf, is_stack=is_stack) if self.cut is None else InPieces(leaf, self.cut[1])
+        return self.restore(leaf, is_stack=is_stack) if self.cut is None else leaf
 
 
 def _with_spec(sharding: NamedSharding, spec: PartitionSpec) -> NamedSharding:

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from torch_shard._common.pieces import whole
 from torch_shard._common.types import PyTree
 from torch_shard._sharding.forms import Kept
 from torch_shard._sharding.pipeline import Stages
@@ -158,7 +157,7 @@ class Stacks(Mapping[str, PyTree]):
                 else _gathered({n: self[n] for n in group} | held, group, self.layout)
             )
 
-        held = {name: whole(value) for name, value in values.items() if name in self}
+        held = {name: value for name, value in values.items() if name in self}
         return Stacks(self.layout, (new(g, a) for g, a in zip(self.layout.groups, self.arrays, strict=True)))
 
     def stacked(self, names: Group) -> PyTree:
@@ -180,6 +179,11 @@ class Stacks(Mapping[str, PyTree]):
         """The stored array of which an entry is a row, and which; None if it stands alone."""
         number, row = self.layout.places[name]
         return None if row is None else (self.arrays[number], row)
+
+    @property
+    def forms(self) -> Mapping[str, Kept]:
+        """Those of entries that are kept in another form than torch's."""
+        return self.layout.forms
 
     def in_program(self, name: str) -> PyTree:
         """An entry, as a program takes it: in pieces, if it is kept so."""
@@ -261,10 +265,12 @@ def _runs(layout: Layout, names: Group) -> list[tuple[int, int, int]]:
 def _gathered(values: Mapping[str, PyTree], group: Group, layout: Layout) -> PyTree:
     """Gather what a layout stores for a group."""
     form = layout.forms.get(group[0])
-    if form is None:  # what operators have made of an entry in pieces beside it may be so too
-        return whole(_gathered_whole(values, group, layout.axis_of(group)))
-    if isinstance(values, Stacks) and all(values.layout.forms.get(name) == form for name in group):
-        return values.kept(group[0]) if len(group) == 1 else values.kept_rows(group)
+    if form is None:
+        return _gathered_whole(values, group, layout.axis_of(group))
+    forms: Mapping[str, Kept] = getattr(values, "forms", {})
+    if all(forms.get(name) == form for name in group):
+        kept: PyTree = values
+        return kept.kept(group[0]) if len(group) == 1 else kept.kept_rows(group)
     return form.store(_gathered_whole(values, group, layout.axis_of(group)), is_stack=len(group) > 1)
 
 

@@ -12,7 +12,6 @@ import jax
 import torch
 from torch import nn
 
-from torch_shard._common.pieces import whole
 from torch_shard._common.types import PyTree
 from torch_shard._device import to_cpu, to_host_by_name
 from torch_shard._hosts import follow
@@ -41,7 +40,7 @@ class GradientStep(CompiledStep):
             grads = constrain_stacks(grads, [self.optimizer_plan[name] for name in grads], self.layout.data_axes)
             parts = {"grads": grads, "buffers": out.buffers, "written": out.written}
             metrics = {name: value for name, value in out.metrics.items() if name != CALLS}
-            return {"loss": out.loss, "metrics": metrics, **{name: whole(dict(part)) for name, part in parts.items()}}
+            return {"loss": out.loss, "metrics": metrics, **{name: dict(part) for name, part in parts.items()}}
 
         spread = self.replicated if jax.process_count() > 1 else None  # so that each process has all
         return gradients, {"out_shardings": spread}

@@ -17,6 +17,7 @@ from rich.filesize import decimal
 from torch_shard._common.caller import error_prefix
 from torch_shard._common.types import PyTree
 from torch_shard._cost import Preview, preview_of
+from torch_shard._lowering import ConstrainedValues
 from torch_shard._sharding import describe_mesh, describe_spec
 from torch_shard._state import StateLayout, TrainState, check_state, with_key
 from torch_shard._train.compiled_step import CompiledStep
@@ -120,6 +121,32 @@ class Step(CompiledStep):
         """Shape, dtype and sharding of each array of a state; of the key, of its words."""
         return self._state_layout.structs
 
+    @error_prefix("constraints")
+    def constraints(self, batch: PyTree) -> ConstrainedValues:
+        """Say which values the step lays out on the mesh, and why: nothing is placed, compiled or run.
+
+        A collective that `preview` shows for a module is there to bring a value where one of these wants it, or is the
+        compiler's choice for a value that is free.
+
+        Args:
+            batch: As the step takes it, or shapes of it, as for `preview`.
+
+        Returns:
+            A `ConstrainedValues`, by module; printed, a table.
+
+        Example:
+            >>> import optax, torch, torch_shard as ts
+            >>> from jax.sharding import PartitionSpec as P
+            >>> step = ts.make_train_step(
+            ...     torch.nn.Linear(8, 4), lambda model, batch: model(batch).square().mean(), optax.sgd(0.1),
+            ...     mesh=ts.make_mesh(batch=2), plan=ts.ShardingPlan({"weight": P(None, "batch")}, default=P()),
+            ... )
+            >>> [(v.value, v.axes, v.why) for v in step.constraints(torch.empty(8, 8, device="meta")).values]
+            [('addmm', '0: batch', 'rows stay split')]
+        """
+        program, _, _ = self._wanted(self.structs, batch)
+        return program.loss.constraints
+
     @error_prefix("preview")
     def preview(self, batch: PyTree) -> Preview:
         """Compile the step and say what it would take of each device: nothing is placed, and nothing runs.
@@ -146,10 +173,10 @@ class Step(CompiledStep):
         lowered = program.lower(normal, arrays)
         model: Any = self.model
         paths = [type(model).__name__, *dict(model.named_modules())]
-        notes = self._notes(self.programs[-1:])
+        notes, why = self._notes(self.programs[-1:]), program.loss.constraints.why
 
         def rest() -> Preview:
             with self._cache.active():
-                return preview_of(lowered, state, arrays, plan=self.plan, paths=paths, notes=notes)
+                return preview_of(lowered, state, arrays, plan=self.plan, paths=paths, notes=notes, why=why)
 
         return rest

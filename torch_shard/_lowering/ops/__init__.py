@@ -8,7 +8,7 @@ covers is refused by name. An operator of our own is one file too: declaration, 
 from torch_shard._lowering.ops import (
     attention,
     attention_written,
-    constraints,
+    constrained,
     conv,
     ctc,
     dropout,
@@ -39,6 +39,7 @@ from torch_shard._lowering.ops.expert_report import report_experts
 from torch_shard._lowering.ops.process_groups import world_of_one
 from torch_shard._lowering.ops.registry import (
     LOWERINGS,
+    ON_MESH,
     RANDOM,
     STORAGE_KWARGS,
     find_lowering,
@@ -51,6 +52,7 @@ from torch_shard._lowering.ops.tied_embedding import untie_gradients
 
 __all__ = [
     "LOWERINGS",
+    "ON_MESH",
     "RANDOM",
     "STORAGE_KWARGS",
     "find_lowering",

@@ -285,31 +285,31 @@ def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, grouped: bool)
     return "" if is_plain([q, k, v]) else f"queries, keys and values are {q.dtype}, {k.dtype} and {v.dtype}"
 
 
-@lowers(torch.ops.torch_shard.attention.default)
-def lowered(q, k, v, segments, scale, band, seed, dropout, cap, sinks, bias):
+@lowers(torch.ops.torch_shard.attention.default, on_mesh=True)
+def lowered(q, k, v, segments, scale, band, seed, dropout, cap, sinks, bias, *, split=None):
     """Returns the output, and the logarithm of each row's total weight where the backward pass needs it."""
     segments, about = tuple(segments), {"scale": scale, "band": limits(band), "cap": cap}
-    if (parts := context_for(q, k, v, segments, sinks, Weights(**about, dropout=dropout))) is not None:
+    if (parts := context_for((q, k, v), segments, sinks, Weights(**about, dropout=dropout), split)) is not None:
         return parts.forward(q, k, v, segments, sinks, seed)
-    kernel = None if dropout or bias else kernel_for(q, k, v, segments, **about, sinks=sinks)
+    kernel = None if dropout or bias else kernel_for((q, k, v), segments, split, **about, sinks=sinks)
     if kernel is None:
         kept = KeptWeights(q, k, seed[0], dropout) if dropout else None
         return in_blocks(q, k, v, segments, **about, kept=kept, sinks=sinks, bias=bias)
     return kernel.forward(q, k, v, segments, sinks)
 
 
-@lowers(torch.ops.torch_shard.attention_backward.default)
-def lowered_backward(grad, saved, segments, scale, band, seed, dropout, cap, sinks, bias):
+@lowers(torch.ops.torch_shard.attention_backward.default, on_mesh=True)
+def lowered_backward(grad, saved, segments, scale, band, seed, dropout, cap, sinks, bias, *, split=None):
     """Gradients of what `lowered` gave, which is among what was saved."""
-    (q, k, v), segments, about = saved[:3], tuple(segments), {"scale": scale, "band": limits(band), "cap": cap}
-    none = jnp.zeros(0, q.dtype)
-    if (parts := context_for(q, k, v, segments, sinks, Weights(**about, dropout=dropout))) is not None:
+    qkv, segments, about = saved[:3], tuple(segments), {"scale": scale, "band": limits(band), "cap": cap}
+    none, no_kernel = jnp.zeros(0, qkv[0].dtype), bool(dropout or bias)
+    if (parts := context_for(qkv, segments, sinks, Weights(**about, dropout=dropout), split)) is not None:
         found = parts.backward(grad, saved, segments, sinks, seed)
-    elif not dropout and not bias and (kernel := kernel_for(q, k, v, segments, **about, sinks=sinks)) is not None:
+    elif not no_kernel and (kernel := kernel_for(qkv, segments, split, **about, sinks=sinks)) is not None:
         found = kernel.backward(grad, saved, segments, sinks)
     else:
         again = jax.lax.optimization_barrier((grad, *seed))[1:]  # nothing drawn is held until then
-        kept = KeptWeights(q, k, again[0], dropout) if dropout else None
+        kept = KeptWeights(qkv[0], qkv[1], again[0], dropout) if dropout else None
         found = in_blocks_backward(grad, saved, segments, **about, kept=kept, sinks=sinks, bias=bias)
     of_qkv, others = found[:3], found[3:]
     return *of_qkv, *(others[: len(sinks)] or (none,)), *(others[len(sinks) :] or (none,))

@@ -16,12 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from torch_shard._common.axes import manual_axes
 from torch_shard._lowering.ops.attention_balance import chunks_of, exchanged, pairs_of, why_unbalanced
 from torch_shard._lowering.ops.attention_blocks import in_blocks, in_blocks_backward, wide
 from torch_shard._lowering.ops.attention_kernels import kernel_in_context
 from torch_shard._lowering.ops.dropout import KeptWeights
-from torch_shard._lowering.rows import RowSplit, current_rows
+from torch_shard._lowering.rows import RowSplit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,12 +293,12 @@ def _merged(out, total, more, more_total):
     return (out * mine[..., None] + more * others[..., None]) / both[..., None], highest + jnp.log(both)
 
 
-def context_for(q, k, v, segments, sinks, weights: Weights) -> InContext | None:
+def context_for(qkv, segments, sinks, weights: Weights, rows: RowSplit | None) -> InContext | None:
     """Attention of such arrays on the devices of the step; None where no plan splits the sequence, or not evenly."""
-    rows = current_rows()
-    if rows is None or rows.context is None or manual_axes():
+    if rows is None or rows.context is None:
         return None
+    q, k, _ = qkv
     size = rows.mesh.shape[rows.context.axis]
     if size == 1 or q.shape[2] % size or k.shape[2] % size:
         return None
-    return InContext(rows, (q, k, v), segments, sinks, weights)
+    return InContext(rows, qkv, segments, sinks, weights)

@@ -20,11 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from torch_shard._common.axes import manual_axes
 from torch_shard._common.types import PyTree
 from torch_shard._lowering.ops.attention_balance import balanced_order, why_unbalanced
 from torch_shard._lowering.ops.attention_blocks import LONG
-from torch_shard._lowering.rows import current_rows
 
 _NOBODYS = -3  # no query has this number
 
@@ -237,12 +235,11 @@ def cudnn(q, k, v, segments, *, scale, band, cap=0):
     return Kernel(lambda _, *qkv: run(*qkv), (), lambda *qkv: tuple(map(by_time, qkv)), by_time)
 
 
-def kernel_for(q, k, v, segments, *, scale, band, cap=0, sinks=()):
+def kernel_for(qkv, segments, rows, *, scale, band, cap=0, sinks=()):
     """The kernel for such arrays on the devices of the step, as an `OnMesh`; None where there is none."""
-    rows = current_rows()
-    if rows is None or manual_axes() or rows.platform not in KERNELS:
+    if rows is None or rows.platform not in KERNELS:
         return None
-    if why_no_kernel(rows.platform, (q, k, v), segments, band, is_plain=not cap and not sinks):
+    if why_no_kernel(rows.platform, qkv, segments, band, is_plain=not cap and not sinks):
         return None
     return OnMesh(rows, functools.partial(KERNELS[rows.platform], scale=scale, band=band, cap=cap))
 

@@ -11,10 +11,11 @@ from torch.fx import GraphModule, Node
 from torch_shard._common.dtypes import jax_dtype
 from torch_shard._common.fx import args_of, aten_name, shape_of
 from torch_shard._common.operator_families import COPIES, MATRIX_PRODUCTS, RESHAPES
+from torch_shard._lowering.constraints import SEQUENCE, dim_of
 from torch_shard._lowering.ops.attention import SHORTEST, WHY, limits
 from torch_shard._lowering.ops.attention_balance import why_unbalanced
 from torch_shard._lowering.ops.attention_kernels import KERNELS, undivided, why_no_kernel, why_no_kernel_in_context
-from torch_shard._lowering.rows import SEQUENCE, RowSplit
+from torch_shard._lowering.rows import RowSplit
 
 _SHOWN = 4
 _SOFTMAX = ("_softmax", "_safe_softmax")
@@ -76,7 +77,7 @@ def find_written_out(graphs: Iterable[tuple[str, GraphModule]]) -> list[str]:
     """The modules that write attention out over a sequence that is split: the compiler gathers its keys."""
     found: dict[str, None] = {}
     for path, node in _nodes(graphs):
-        shape, dim = shape_of(node) if aten_name(node) in _SOFTMAX else (), node.meta.get(SEQUENCE)
+        shape, dim = shape_of(node) if aten_name(node) in _SOFTMAX else (), dim_of(node, SEQUENCE)
         if dim is None or len(shape) < 3 or dim != len(shape) - 2 or shape[dim] != shape[-1]:
             continue
         if node.meta.get("custom", {}).get(WHY) is None and _is_written_out(node):

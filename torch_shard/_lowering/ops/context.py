@@ -12,14 +12,16 @@ from typing import Any
 
 import jax
 import torch
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
+from torch.fx import Node
 
-from torch_shard._common.axes import manual_axes
 from torch_shard._common.caller import caller
+from torch_shard._common.fx import args_of, shape_of
 from torch_shard._common.overrides import captured_op
+from torch_shard._lowering.constraints import RESULT, ROWS, Constraint, Found, dim_of, lies
 from torch_shard._lowering.ops.registry import lowers
-from torch_shard._lowering.rows import current_rows
-from torch_shard._sharding import Context, constrain_in_steps
+from torch_shard._lowering.rows import RowSplit
+from torch_shard._sharding import Context
 
 SPLIT, WHOLE = "split", "whole"
 """How the sequence lies: over the axis of the context, or whole on each device."""
@@ -95,13 +97,19 @@ def gathered(
 
 
 @lowers(LAID)
-def laid(x: jax.Array, sequence: str, row_dim: int | None = None, sequence_dim: int | None = None) -> jax.Array:
-    """The same array, (..., heads, sequence, width), laid out on the mesh of the step."""
-    rows = current_rows()
-    if rows is None or rows.context is None or manual_axes():
-        return x
-    axes = rows.places(row_dim, x.ndim - 2 if sequence == SPLIT else None, x.shape)
-    if x.ndim > 3 and x.shape[x.ndim - 3] % rows.size_of(rows.other_axes) == 0:
-        axes[x.ndim - 3] = (*axes.get(x.ndim - 3, ()), *rows.other_axes)
-    spec = PartitionSpec(*(axes.get(dim) for dim in range(x.ndim)))
-    return constrain_in_steps(x, NamedSharding(rows.mesh, spec), rows.data_axes)
+def laid(x: jax.Array, sequence: str) -> jax.Array:
+    """The same array, (..., heads, sequence, width): how it lies is a constraint of the node."""
+    return x
+
+
+@lies(LAID)
+def _over_context(node: Node, split: RowSplit) -> Found:
+    if split.context is None:
+        return
+    shape, (source, sequence) = shape_of(node), args_of(node)
+    axes = split.places(dim_of(source, ROWS), len(shape) - 2 if sequence == SPLIT else None, shape)
+    heads = len(shape) - 3
+    if heads > 0 and shape[heads] % split.size_of(split.other_axes) == 0:
+        axes[heads] = (*axes.get(heads, ()), *split.other_axes)
+    spec = PartitionSpec(*(axes.get(dim) for dim in range(len(shape))))
+    yield RESULT, Constraint(spec, f"attention over the context: its sequence is {sequence}", in_steps=True)

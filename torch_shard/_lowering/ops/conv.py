@@ -11,7 +11,7 @@ from torch_shard._common.axes import local_vjp
 from torch_shard._common.dtypes import jax_dtype
 from torch_shard._lowering.ops.conv_taps import by_taps, by_taps_backward, padding_of_taps
 from torch_shard._lowering.ops.registry import in_float32, lowers
-from torch_shard._lowering.rows import current_rows, on_rows
+from torch_shard._lowering.rows import on_rows
 
 aten = torch.ops.aten
 
@@ -21,8 +21,8 @@ def _per_dim(value, rank):
     return value * rank if len(value) == 1 else value
 
 
-@lowers(aten.convolution.default)
-def convolution(x, weight, bias, *settings):
+@lowers(aten.convolution.default, on_mesh=True)
+def convolution(x, weight, bias, *settings, split=None):
     if (padding := padding_of_taps(x, weight, settings)) is not None:
         out = by_taps(x, weight, padding)
         return (out if bias is None else out + bias.astype(out.dtype)[:, None]).astype(x.dtype)
@@ -31,7 +31,7 @@ def convolution(x, weight, bias, *settings):
     def run(x, weight):
         return (_convolve(x, weight, *settings),), ()
 
-    ((out,), _) = on_rows(run, [x[None] if unbatched else x], [weight])
+    ((out,), _) = on_rows(run, [x[None] if unbatched else x], [weight], split)
     out = out if bias is None else out + bias.reshape(1, -1, *(1,) * (weight.ndim - 2))
     return out[0] if unbatched else out
 
@@ -61,8 +61,8 @@ def _transposed(x, weight, stride, padding, dilation, output_padding, groups):
     return _correlate(x, flipped, (1,) * len(kernel), pads, stride, dilation, groups)
 
 
-@lowers(aten.convolution_backward.default)
-def convolution_backward(grad, x, weight, bias_sizes, *settings_and_mask):
+@lowers(aten.convolution_backward.default, on_mesh=True)
+def convolution_backward(grad, x, weight, bias_sizes, *settings_and_mask, split=None):
     """Gradients of the input, of the weight and of the bias, each device of its rows.
 
     XLA's partitioner errs in convolutions whose kernels, channels or dims of space are split (jaxlib 0.10.2;
@@ -74,18 +74,18 @@ def convolution_backward(grad, x, weight, bias_sizes, *settings_and_mask):
         return tuple(g if asked else None for g, asked in zip(found, output_mask, strict=True))
     unbatched = x.ndim == weight.ndim - 1
     batched = [array[None] if unbatched else array for array in (grad, x)]
-    run = functools.partial(_gradients, settings=settings)
-    (grad_x,), (grad_weight,) = on_rows(run, batched, [weight])
+    run = functools.partial(_gradients, settings=settings, on_mesh=split is not None)
+    (grad_x,), (grad_weight,) = on_rows(run, batched, [weight], split)
     space = tuple(i for i in range(grad.ndim) if i != grad.ndim - weight.ndim + 1)
     grads = (grad_x[0] if unbatched else grad_x, grad_weight, jnp.sum(grad, space) if output_mask[2] else None)
     return tuple(g if asked else None for g, asked in zip(grads, output_mask, strict=True))
 
 
-def _gradients(grad, x, weight, *, settings):
+def _gradients(grad, x, weight, *, settings, on_mesh):
     """Those of x and of the weight."""
     grad_x, grad_weight = local_vjp(lambda *given: _convolve(*given, *settings), x, weight, cotangent=grad)[1]
     stride, padding, dilation, transposed, _, groups = settings
-    if groups > 1 and current_rows() is None:
+    if groups > 1 and not on_mesh:
         steps, windowed = (x, grad) if transposed else (grad, x)
         grad_weight = _grouped_weight_gradient(steps, windowed, weight, stride, padding, dilation, groups)
     return (grad_x,), (grad_weight,)

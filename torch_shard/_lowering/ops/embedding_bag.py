@@ -20,7 +20,7 @@ def _bag_of(indices, offsets):
     return jnp.searchsorted(offsets, positions, side="right") - 1
 
 
-@lowers(aten._embedding_bag.default)
+@lowers(aten._embedding_bag.default, on_mesh=True)
 def embedding_bag(
     weight,
     indices,
@@ -31,12 +31,14 @@ def embedding_bag(
     per_sample_weights=None,
     include_last_offset=False,
     padding_idx=-1,
+    *,
+    split=None,
 ):
     """Returns `(bags, bag of each index, counted indices of each bag, row of each maximum)`."""
     num_bags = offsets.shape[0] - include_last_offset
     bags = _bag_of(indices, offsets[:num_bags])
     counted = indices != padding_idx if padding_idx >= 0 else jnp.ones(indices.shape, bool)
-    ones, of_bags = whole_if_uneven([counted.astype(offsets.dtype), bags])
+    ones, of_bags = whole_if_uneven([counted.astype(offsets.dtype), bags], split)
     sizes = jax.ops.segment_sum(ones, of_bags, num_bags)
     rows = jnp.take(weight, outside_if_negative(indices, len(weight)), axis=0)
     if per_sample_weights is not None:
@@ -51,7 +53,7 @@ def embedding_bag(
     return out, bags if needs_bags else bags[:0], sizes, maxima.astype(jax_dtype(torch.int64))
 
 
-@lowers(aten._embedding_bag_forward_only.default)
+@lowers(aten._embedding_bag_forward_only.default, on_mesh=True)
 def embedding_bag_forward_only(weight, indices, offsets, *args, **kwargs):
     out, bags, sizes, maxima = embedding_bag(weight, indices, offsets, *args, **kwargs)
     return out, bags, jnp.pad(sizes, (0, offsets.shape[0] - sizes.shape[0])), maxima
@@ -75,7 +77,7 @@ def _maxima(rows, indices, bags, counted, num_bags):
     return jnp.where(is_there, largest, 0).astype(rows.dtype), jnp.where(is_there, chosen, -1)
 
 
-@lowers(aten._embedding_bag_backward.default)
+@lowers(aten._embedding_bag_backward.default, on_mesh=True)
 def embedding_bag_backward(
     grad,
     indices,
@@ -89,15 +91,17 @@ def embedding_bag_backward(
     sparse,
     per_sample_weights,
     padding_idx=-1,
+    *,
+    split=None,
 ):
     if sparse:
         raise NotImplementedError("embedding_bag(sparse=True) has a sparse gradient, and JAX arrays are dense.")
     bags = _bag_of(indices, offsets)  # an offset behind the last index changes nothing
     args = (num_weights, scale_grad_by_freq, mode, per_sample_weights, padding_idx)
-    return embedding_bag_dense_backward(grad, indices, bags, bag_size, maximum_indices, *args)
+    return embedding_bag_dense_backward(grad, indices, bags, bag_size, maximum_indices, *args, split=split)
 
 
-@lowers(aten._embedding_bag_dense_backward.default)
+@lowers(aten._embedding_bag_dense_backward.default, on_mesh=True)
 @in_float32
 def embedding_bag_dense_backward(
     grad,
@@ -110,6 +114,8 @@ def embedding_bag_dense_backward(
     mode,
     per_sample_weights,
     padding_idx=-1,
+    *,
+    split=None,
 ):
     table = jnp.zeros((num_weights, grad.shape[-1]), grad.dtype)
     if mode == MAX:
@@ -120,7 +126,7 @@ def embedding_bag_dense_backward(
     if per_sample_weights is not None:
         rows = rows * per_sample_weights[:, None]
     if scale_grad_by_freq:
-        (counted,) = whole_if_uneven([indices])
+        (counted,) = whole_if_uneven([indices], split)
         counts = jnp.zeros((num_weights,), grad.dtype).at[counted].add(1)
         rows = rows / counts[indices][:, None]
     return table.at[indices].add(rows)

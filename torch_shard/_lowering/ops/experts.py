@@ -22,16 +22,14 @@ import jax.numpy as jnp
 import torch
 import torch.nn.functional as F
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from torch import nn
 
-from torch_shard._common.axes import manual_axes
 from torch_shard._common.overrides import captured_op, digest_of, instead_of_attribute, is_transformed
-from torch_shard._common.pieces import InPieces, whole
 from torch_shard._lowering.ops.expert_blocks import Gate, experts_backward, experts_forward, sort_slots
 from torch_shard._lowering.ops.expert_dispatch import Exchange, Sizes, find_exchange, find_route
 from torch_shard._lowering.ops.registry import lowers
-from torch_shard._lowering.rows import RowSplit, current_rows
+from torch_shard._lowering.rows import RowSplit
 
 About = tuple[str, tuple[float, ...], bool, bool]
 """The fields of a `Gate`."""
@@ -259,17 +257,14 @@ class Places:
         return tuple(axis for axis in self.rows if axis not in self.over)
 
 
-def _places(ids, matrices):
-    split = current_rows()
-    return Places(None) if split is None or manual_axes() else Places.of(split, Sizes.of(ids, matrices))
+def _places(ids, matrices, split):
+    return Places(None) if split is None else Places.of(split, Sizes.of(ids, matrices))
 
 
-@lowers(torch.ops.torch_shard.experts.default, pieces=True)
-def experts(x, ids, weights, matrices, *about):
+@lowers(torch.ops.torch_shard.experts.default, on_mesh=True)
+def experts(x, ids, weights, matrices, *about, split=None):
     """Of each token, the sum over the axes of the experts."""
-    x, ids, weights = whole((x, ids, weights))
-    places, num_experts, gate = _places(ids, matrices), len(matrices[0]), _gate(*about)
-    matrices = tuple(_put_together(each, places.mesh, places.over) for each in matrices)
+    places, num_experts, gate = _places(ids, matrices, split), len(matrices[0]), _gate(*about)
 
     def run(x, ids, weights, *matrices):
         send, back, ids = _ways(places, ids, len(matrices[0]))
@@ -281,12 +276,10 @@ def experts(x, ids, weights, matrices, *about):
     return _mapped(run, places.mesh, specs, tokens)(x, ids, weights, *matrices)
 
 
-@lowers(torch.ops.torch_shard.experts_backward.default, pieces=True)
-def backward(grad, x, ids, weights, matrices, *about):
+@lowers(torch.ops.torch_shard.experts_backward.default, on_mesh=True)
+def backward(grad, x, ids, weights, matrices, *about, split=None):
     """Gradients of tokens are summed over the axes of the experts, those of the experts over the axes of the batch."""
-    grad, x, ids, weights = whole((grad, x, ids, weights))
-    places, num_experts, gate = _places(ids, matrices), len(matrices[0]), _gate(*about)
-    matrices = tuple(_put_together(each, places.mesh, places.over) for each in matrices)
+    places, num_experts, gate = _places(ids, matrices, split), len(matrices[0]), _gate(*about)
 
     def run(grad, x, ids, weights, *matrices):
         send, back, ids = _ways(places, ids, len(matrices[0]))
@@ -306,16 +299,6 @@ def _ways(places, ids, num_here):
         return (lambda x: x), (lambda x: x), ids
     route = find_route(places.exchange, ids, num_here)
     return route.send, route.back, jnp.where(route.is_written[:, None], route.send(ids), -1)
-
-
-def _put_together(stack, mesh, over):
-    """Matrices of experts that are in pieces: on the device that has the expert all of its pieces meet."""
-    if not isinstance(stack, InPieces):
-        return stack
-    if mesh is None:
-        return stack.whole()
-    sharding = NamedSharding(mesh, PartitionSpec(over))
-    return lax.with_sharding_constraint(stack.array, sharding).reshape(stack.shape)
 
 
 def _first(axes, num_here):

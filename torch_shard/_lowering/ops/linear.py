@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import torch
 
+from torch_shard._common.overrides import captured_op
 from torch_shard._lowering.ops.registry import lowers
 
 aten = torch.ops.aten
@@ -16,6 +17,16 @@ def matmul(x, y):
 @lowers(aten.tensordot.default)
 def tensordot(x, y, dims_x, dims_y):
     return jnp.tensordot(x, y, (tuple(dims_x), tuple(dims_y)))
+
+
+@captured_op("torch_shard::einsum")
+def _einsum_shape(x: torch.Tensor, y: torch.Tensor, equation: str) -> torch.Tensor:
+    return torch.einsum(equation, x, y)
+
+
+@lowers(torch.ops.torch_shard.einsum.default)
+def einsum(x, y, equation):
+    return jnp.einsum(equation, x, y)
 
 
 @lowers(aten.addmm.default, aten.baddbmm.default, aten.addmv.default)

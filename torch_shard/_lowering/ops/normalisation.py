@@ -6,13 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
+from torch.fx import Node
 
-from torch_shard._common.axes import manual_axes
 from torch_shard._common.dtypes import jax_dtype
+from torch_shard._common.fx import args_of, shape_of
+from torch_shard._lowering.constraints import Constraint, Found, lies
 from torch_shard._lowering.ops.indexing import outside_if_negative
 from torch_shard._lowering.ops.registry import in_float32, lowers
-from torch_shard._lowering.rows import current_rows, whole_if_uneven
+from torch_shard._lowering.rows import RowSplit, whole_if_uneven
 
 aten = torch.ops.aten
 
@@ -170,12 +172,11 @@ def embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=
     return jnp.take(weight, outside_if_negative(indices, len(weight)), axis=0)
 
 
-@lowers(aten.embedding_dense_backward.default)
-def embedding_dense_backward(grad, indices, num_weights, padding_idx, scale_grad_by_freq):
-    grad = _by_features(grad, num_weights)
+@lowers(aten.embedding_dense_backward.default, on_mesh=True)
+def embedding_dense_backward(grad, indices, num_weights, padding_idx, scale_grad_by_freq, *, split=None):
     flat, rows = indices.reshape(-1), grad.reshape(-1, grad.shape[-1])
     if scale_grad_by_freq:
-        (counted,) = whole_if_uneven([flat])
+        (counted,) = whole_if_uneven([flat], split)
         counts = jnp.zeros((num_weights,), grad.dtype).at[counted].add(1)
         rows = rows / counts[flat][:, None]
     if padding_idx >= 0:
@@ -188,29 +189,29 @@ def _sums_of_rows(rows, places, num):
     return jnp.zeros((num, rows.shape[-1]), rows.dtype).at[places].add(rows)
 
 
-def _by_features(grad: jax.Array, num_weights: int) -> jax.Array:
+@lies(aten.embedding_dense_backward.default)
+def _by_features(node: Node, split: RowSplit) -> Found:
     """The gradient of what was looked up, split along its features over the devices that share the batch (FSDP).
 
     Each then adds up its own features of all tokens. With more tokens than the table has rows, XLA's partitioner lets
     each make the whole table of its own tokens, to be summed over the devices; with fewer it splits them the same way.
     """
-    split, num_tokens = current_rows(), math.prod(grad.shape[:-1])
-    if split is None or not split.kept or manual_axes():
-        return grad
+    shape, num_weights = shape_of(args_of(node)[0]), args_of(node)[2]
     axes = tuple(axis for axis in split.data_axes if split.mesh.shape[axis] > 1)
-    num_shards = split.size_of(axes)
-    if grad.shape[-1] % num_shards or (split.context is not None and len(axes) > 1):  # XLA moves no two axes at once
-        return grad
-    if not num_weights <= num_tokens <= num_weights * num_shards:  # of more tokens, tables are fewer bytes
-        return grad
-    by_features = PartitionSpec(*(None for _ in grad.shape[:-1]), axes)
-    return jax.lax.with_sharding_constraint(grad, NamedSharding(split.mesh, by_features))
+    num_tokens, num_shards = math.prod(shape[:-1]), split.size_of(axes)
+    if not split.kept or shape[-1] % num_shards:
+        return
+    if split.context is not None and len(axes) > 1:  # XLA moves no two axes at once
+        return
+    if num_weights <= num_tokens <= num_weights * num_shards:  # of more tokens, tables are fewer bytes
+        spec = PartitionSpec(*(None for _ in shape[:-1]), axes)
+        yield 0, Constraint(spec, "a table's gradient is summed by features")
 
 
-@lowers(aten.embedding_renorm.default)
-def embedding_renorm(weight, indices, max_norm, norm_type):
+@lowers(aten.embedding_renorm.default, on_mesh=True)
+def embedding_renorm(weight, indices, max_norm, norm_type, *, split=None):
     """Rows that are looked up, scaled down to a norm of at most `max_norm`."""
-    (flat,) = whole_if_uneven([indices.reshape(-1)])
+    (flat,) = whole_if_uneven([indices.reshape(-1)], split)
     used = jnp.zeros((weight.shape[0], 1), bool).at[flat].set(True)
     norm = jnp.linalg.norm(weight, norm_type, 1, keepdims=True)
     return jnp.where(used & (norm > max_norm), weight * (max_norm / (norm + 1e-7)), weight)

@@ -6,7 +6,6 @@ import torch
 
 from torch_shard._common.dtypes import jax_dtype
 from torch_shard._lowering.ops.registry import foreign_lowering, in_float32, lowers
-from torch_shard._lowering.rows import current_rows
 
 aten = torch.ops.aten
 
@@ -15,8 +14,8 @@ def _is_short(dtype):
     return jnp.issubdtype(dtype, jnp.integer) and jnp.dtype(dtype).itemsize < 4
 
 
-@lowers(aten._to_copy.default)
-def to_copy(x, *, dtype=None, **_):
+@lowers(aten._to_copy.default, on_mesh=True)
+def to_copy(x, *, dtype=None, split=None, **_):
     if dtype is None:
         return x
     target = jax_dtype(dtype)
@@ -24,9 +23,8 @@ def to_copy(x, *, dtype=None, **_):
         x = x != 0 if target == jnp.bool_ else jnp.real(x)
     if _is_short(target) and jnp.issubdtype(x.dtype, jnp.floating):
         x = x.astype(jnp.int32)  # torch wraps around, where JAX would stop at the largest value
-    rows = current_rows()
     is_kernel = x.ndim == 4 and x.shape[2:] == (1, 1) and x.shape[1] % _LANES == 0
-    if is_kernel and rows is not None and rows.platform == "tpu":
+    if is_kernel and split is not None and split.platform == "tpu":
         return _cast_as_matrix(x, target)
     return x.astype(target)
 

@@ -232,8 +232,8 @@ def _gru(given, own):
     return r, z, jnp.tanh(given_n + r * own_n), own_n
 
 
-@lowers(torch.ops.torch_shard.recurrence.default)
-def recurrence(kind, gates, state, weights, reverse, mask):
+@lowers(torch.ops.torch_shard.recurrence.default, on_mesh=True)
+def recurrence(kind, gates, state, weights, reverse, mask, *, split=None):
     """States after each step: `[h_TBP]`, for an LSTM `[h_TBP, c_TBH]`.
 
     Each device runs its rows with whole weights: nothing goes over the wire from step to step.
@@ -242,7 +242,7 @@ def recurrence(kind, gates, state, weights, reverse, mask):
     def run(gates, mask, state, weights):
         return _states(kind, gates, state, weights, reverse, mask), ()
 
-    outputs, _ = on_rows(run, [gates, mask, state], [weights], dims=[1, 1, 0], out_dims=[1] * len(state))
+    outputs, _ = on_rows(run, [gates, mask, state], [weights], split, dims=[1, 1, 0], out_dims=[1] * len(state))
     return list(outputs)
 
 
@@ -275,8 +275,8 @@ def _held(there, new, old):
     return tuple(jnp.where(there[:, None], n, o) for n, o in zip(new, old, strict=True))
 
 
-@lowers(torch.ops.torch_shard.recurrence_backward.default)
-def recurrence_backward(kind, gates, state, weights, reverse, mask, outputs, grads):
+@lowers(torch.ops.torch_shard.recurrence_backward.default, on_mesh=True)
+def recurrence_backward(kind, gates, state, weights, reverse, mask, outputs, grads, *, split=None):
     """Gradients of `(gates, *state, *weights)`."""
 
     def run(gates, mask, outputs, grads, state, weights):
@@ -284,7 +284,7 @@ def recurrence_backward(kind, gates, state, weights, reverse, mask, outputs, gra
         return found[: 1 + len(state)], found[1 + len(state) :]
 
     by_rows, out_dims = [gates, mask, outputs, grads, state], [1, *(0 for _ in state)]
-    own, sums = on_rows(run, by_rows, [weights], dims=[1, 1, 1, 1, 0], out_dims=out_dims)
+    own, sums = on_rows(run, by_rows, [weights], split, dims=[1, 1, 1, 1, 0], out_dims=out_dims)
     return [*own, *sums]
 
 

@@ -18,8 +18,8 @@ LOWERINGS: dict[Operator, Lowering] = {}
 RANDOM: set[Operator] = set()
 """Operators whose lowering takes a random key as its first argument."""
 
-TAKES_PIECES: set[Operator] = set()
-"""Operators whose lowering takes `InPieces` as they are; to others they are given merged, or by a rule for all."""
+ON_MESH: set[Operator] = set()
+"""Operators whose lowering takes how the rows of the batch lie, as `split`; None where no step is around it."""
 
 # torchax has a lowering, but its value or its state update differs from PyTorch's (measured against eager torch).
 _WRONG_IN_TORCHAX = (
@@ -44,7 +44,7 @@ _SUMS_IN_TORCHAX = ("index_add",)
 STORAGE_KWARGS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
 
 
-def lowers(*ops: Operator, random: bool = False, pieces: bool = False) -> Callable[[Lowering], Lowering]:
+def lowers(*ops: Operator, random: bool = False, on_mesh: bool = False) -> Callable[[Lowering], Lowering]:
     """Register a function as the lowering of ATen operators."""
 
     def register(fn: Lowering) -> Lowering:
@@ -52,8 +52,8 @@ def lowers(*ops: Operator, random: bool = False, pieces: bool = False) -> Callab
             LOWERINGS[op] = fn
             if random:
                 RANDOM.add(op)
-            if pieces:
-                TAKES_PIECES.add(op)
+            if on_mesh:
+                ON_MESH.add(op)
         return fn
 
     return register

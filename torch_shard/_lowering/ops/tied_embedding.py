@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import torch
 from torch.fx import Node
 
-from torch_shard._common.axes import manual_axes
 from torch_shard._common.fx import args_of, dtype_of, new_before, shape_of
 from torch_shard._common.overrides import captured_op, rewrites
 from torch_shard._lowering.ops.registry import lowers
-from torch_shard._lowering.rows import RowSplit, current_rows
+from torch_shard._lowering.rows import RowSplit
 
 aten, ours = torch.ops.aten, torch.ops.torch_shard
 
@@ -65,8 +64,8 @@ def untie_gradients(module: torch.fx.GraphModule) -> None:
         module.graph.erase_node(node)
 
 
-@lowers(ours.tied_gradient.default)
-def tied_gradient(grad_logits, hidden, grad_rows, ids, padding_idx):
+@lowers(ours.tied_gradient.default, on_mesh=True)
+def tied_gradient(grad_logits, hidden, grad_rows, ids, padding_idx, *, split=None):
     """Sum of `grad_logits[i, v] * hidden[i, d]` over rows i, and of `grad_rows[i, d]` over those with `ids[i] == v`.
 
     Over devices in the dtype of the product, as every gradient of a weight is; within one in float32.
@@ -85,17 +84,15 @@ def tied_gradient(grad_logits, hidden, grad_rows, ids, padding_idx):
         parts = zip(jnp.split(hidden, num, -1), jnp.split(grad_rows, num, -1), strict=True)
         return jnp.concatenate([local(grad_logits, x, rows, ids).astype(dtype) for x, rows in parts], -1)
 
-    rows, given = current_rows(), (grad_logits, hidden, grad_rows, ids)
-    if rows is None or manual_axes():
-        return local(*given)
-    cuts = _cuts(rows, ids.shape, hidden.ndim)
-    if math.prod(num for num, _ in cuts) == 1:
+    given = (grad_logits, hidden, grad_rows, ids)
+    cuts = [] if split is None else _cuts(split, ids.shape, hidden.ndim)
+    if split is None or math.prod(num for num, _ in cuts) == 1:
         return local(*given)
 
     one = narrow
     for _ in cuts:
         one = jax.vmap(one)
-    parts = _on_shards(one(*(_by_shard(x, cuts, rows) for x in given)), cuts, rows)
+    parts = _on_shards(one(*(_by_shard(x, cuts, split) for x in given)), cuts, split)
     return jnp.sum(parts, tuple(range(len(cuts))), dtype=parts.dtype).astype(grad_rows.dtype)
 
 

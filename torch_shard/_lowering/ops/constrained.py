@@ -7,13 +7,15 @@ from typing import Any
 
 import jax
 import torch
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
+from torch.fx import Node
 
+from torch_shard._common.fx import args_of, shape_of
 from torch_shard._common.overrides import captured_op
-from torch_shard._common.pieces import InPieces
+from torch_shard._lowering.constraints import RESULT, ROWS, SEQUENCE, Constraint, Found, dim_of, lies, whole_along
 from torch_shard._lowering.ops.registry import lowers
-from torch_shard._lowering.rows import RowSplit, current_rows, merged
-from torch_shard._sharding import axes_of, constrain_in_steps, has_three_axes
+from torch_shard._lowering.rows import RowSplit
+from torch_shard._sharding import axes_of, has_three_axes
 
 _FREE = True
 """Written for `PartitionSpec.UNCONSTRAINED`, which no text stands for."""
@@ -55,36 +57,55 @@ def _read(text: str) -> PartitionSpec:
     return PartitionSpec(*(PartitionSpec.UNCONSTRAINED if part is _FREE else part for part in parts))
 
 
+def spec_apart(text: str, ndim: int, at: int) -> str:
+    """The spec of a value as that of its pieces, which have a dim of their own before dim `at`: each is split alike."""
+    parts = [*_read(text), *(None for _ in range(ndim - len(_read(text))))]
+    return _write(PartitionSpec(*parts[:at], None, *parts[at:]))
+
+
+@captured_op("torch_shard::whole_along")
+def _held_whole(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
 CONSTRAINED = torch.ops.torch_shard.constrained.default
+WHOLE_ALONG = torch.ops.torch_shard.whole_along.default
 
 
-@lowers(CONSTRAINED, pieces=True)
-def constrained_array(
-    x: jax.Array | InPieces,
-    spec: str,
-    gathered: str = "",
-    row_dim: int | None = None,
-    sequence_dim: int | None = None,
-) -> jax.Array | InPieces:
-    """The same array, laid out on the mesh of the step; as it is where there is none."""
-    rows, parts = current_rows(), _read(spec)
-    if rows is None:
-        return x
-    if row_dim is not None and has_three_axes(rows.mesh):
-        parts = _beside_rows(parts, x.shape, row_dim, rows)
-    if rows.context is not None and sequence_dim is not None:
-        parts = _along_sequence(parts, x.shape, sequence_dim, rows)
-    x = _laid_out(x, parts, rows)
-    axes = [axis for axis in json.loads(gathered or "[]") if axis not in rows.data_axes]
-    return _laid_out(x, _without(axes, parts), rows) if axes else x
+@lowers(CONSTRAINED, WHOLE_ALONG)
+def same(x: jax.Array, *_: object) -> jax.Array:
+    """The same array: how it lies is a constraint of the node."""
+    return x
 
 
-def _laid_out(x: jax.Array | InPieces, spec: PartitionSpec, rows: RowSplit) -> jax.Array | InPieces:
-    if isinstance(x, InPieces) and not _divides(x, spec, rows.mesh):
-        x = merged(x)
-    if isinstance(x, InPieces):
-        return InPieces(jax.lax.with_sharding_constraint(x.array, NamedSharding(rows.mesh, x.spec(spec))), x.dim)
-    return constrain_in_steps(x, NamedSharding(rows.mesh, spec), rows.data_axes)
+@lies(WHOLE_ALONG)
+def _whole(node: Node, split: RowSplit) -> Found:
+    yield RESULT, whole_along(node, args_of(node)[1], split, "pieces of a fused projection are put together")
+
+
+@lies(CONSTRAINED)
+def _asked(node: Node, split: RowSplit) -> Found:
+    _, spec, gathered = (*args_of(node), "")[:3]
+    parts, shape, row_dim, sequence_dim = _read(spec), shape_of(node), dim_of(node, ROWS), dim_of(node, SEQUENCE)
+    if row_dim is not None and has_three_axes(split.mesh):
+        parts = _beside_rows(parts, shape, row_dim, split)
+    if split.context is not None and sequence_dim is not None:
+        parts = _along_sequence(parts, shape, sequence_dim, split)
+    parts = _dividing(parts, shape, split.mesh)
+    yield RESULT, Constraint(parts, "the plan's activations", in_steps=True)
+    if axes := [axis for axis in json.loads(gathered or "[]") if axis not in split.data_axes]:
+        yield RESULT, Constraint(_without(axes, parts), "the plan's activations, gathered", in_steps=True)
+
+
+def _dividing(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """The spec as far as dims divide: a dim may be cut into pieces."""
+    free = PartitionSpec.UNCONSTRAINED
+
+    def kept(size: int, part: Any) -> Any:
+        axes = () if part is free else axes_of((part,))
+        return free if size % math.prod(mesh.shape[axis] for axis in axes) else part
+
+    return PartitionSpec(*(kept(size, part) for size, part in zip(shape, spec, strict=False)))
 
 
 def _without(axes: Collection[str], spec: PartitionSpec) -> PartitionSpec:
@@ -117,10 +138,3 @@ def _along_sequence(spec: PartitionSpec, shape: tuple[int, ...], dim: int, rows:
     axes = (rows.context.axis, *axes_of((parts[dim],)))
     parts[dim] = axes if shape[dim] % rows.size_of(axes) == 0 else parts[dim]
     return PartitionSpec(*parts)
-
-
-def _divides(x: InPieces, spec: PartitionSpec, mesh: Mesh) -> bool:
-    """Whether a spec of the value divides each piece."""
-    at = x.ndim + x.dim
-    part = spec[at] if at < len(spec) else None
-    return part is PartitionSpec.UNCONSTRAINED or x.size % math.prod(mesh.shape[axis] for axis in axes_of((part,))) == 0

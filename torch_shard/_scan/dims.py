@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from torch_shard._common.fx import args_of, aten_name, fill_in, outputs_of, shape_of
 from torch_shard._common.operator_families import DIM_VIEWS, MATRIX_PRODUCTS, REDUCTIONS, RESHAPES, is_pointwise
-from torch_shard._lowering import LAID, ROWS, SEQUENCE, SPLIT
+from torch_shard._lowering import DIMS, LAID, ROWS, SEQUENCE, SPLIT
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call, Region
 
 Dim = int | None
@@ -54,7 +54,7 @@ class _Follow:
             elif node.op == "call_function":
                 known[node] = self._result(node, known)
             if isinstance(known.get(node), int):
-                node.meta[self._note] = known[node]
+                node.meta[DIMS] = {**node.meta.get(DIMS, {}), self._note: known[node]}
         return known
 
     def _result(self, node: Node, known: Mapping[Node, Any]) -> Any:
@@ -70,8 +70,8 @@ class _Follow:
         found: list[Dim] = [None] * (len(value) if isinstance(value, Sequence) else 1)
         for source in dict.fromkeys(node.all_input_nodes):
             if isinstance(known.get(source), int):
-                moved = _moved(node, source, known[source])
-                found = [old if new is None else new for old, new in zip(moved, found, strict=True)]
+                places = moved(node, source, known[source])
+                found = [old if new is None else new for old, new in zip(places, found, strict=True)]
         return found if isinstance(value, Sequence) else found[0]
 
     def _layer(self, node: Node, known: Mapping[Node, Any]) -> list[Dim]:
@@ -102,8 +102,8 @@ class _Follow:
         return [known.get(node) for node in results]
 
 
-def _moved(node: Node, source: Node, dim: int) -> list[Dim]:
-    """Where the dim of a source is in the result of an operator, or in each of several."""
+def moved(node: Node, source: Node, dim: int) -> list[Dim]:
+    """Where the dim of a source is in the result of an operator, or in each of several; both counted from the first."""
     value, name = node.meta.get("val"), aten_name(node)
     if name in DIM_VIEWS:
         return _viewed(node, source, dim)
@@ -119,6 +119,8 @@ def _moved(node: Node, source: Node, dim: int) -> list[Dim]:
         return [_in_product(node, source, dim)]
     if name in _OF_TABLES:
         return [None]
+    if node.target is torch.ops.torch_shard.einsum.default:
+        return [_in_einsum(node, source, dim)]
     if name == "tensordot":
         return [_contracted(node, source, dim)]
     if name in REDUCTIONS:
@@ -167,6 +169,13 @@ def _in_product(node: Node, source: Node, dim: int) -> Dim:
     if ndim < 2 or dim == (ndim - 1 if is_left else ndim - 2):
         return None  # summed
     return dim + len(shape_of(node)) - ndim
+
+
+def _in_einsum(node: Node, source: Node, dim: int) -> Dim:
+    *factors, equation = args_of(node)
+    given, result = equation.split("->")
+    letter = given.split(",")[factors.index(source)][dim]
+    return result.index(letter) if letter in result else None
 
 
 def _contracted(node: Node, source: Node, dim: int) -> Dim:

@@ -1,0 +1,127 @@
+"""Which values of a program are constrained to lie in some way, and why: what a step says when it is asked."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from jax.sharding import PartitionSpec
+from rich import box
+from rich.table import Table
+from torch.fx import GraphModule, Node
+
+from torch_shard._common.fx import operator_name, shape_of, sources_of
+from torch_shard._common.printed import InNotebooks, printed, starred
+from torch_shard._lowering.constraints import RESULT, Constraint, constraints_of
+from torch_shard._lowering.rows import RowSplit
+
+
+@dataclasses.dataclass(frozen=True)
+class ConstrainedValue:
+    """A value of a program that a step lays out on the mesh, where the compiler might do otherwise.
+
+    Attributes:
+        module: The path of the module that computes it, `layers.*` where several layers do; empty for the loss's own.
+        value: What it is: the result of an operator (`mm`), or what an operator takes (`view takes add`), or an
+            activation that the plan has a rule for.
+        shape: Its global shape.
+        spec: How it lies; `PartitionSpec.UNCONSTRAINED` where the compiler chooses.
+        why: The reason.
+        is_backward: Whether it belongs to the backward pass.
+        count: How many such values there are.
+    """
+
+    module: str
+    value: str
+    shape: tuple[int, ...]
+    spec: PartitionSpec
+    why: str
+    is_backward: bool
+    count: int = 1
+
+    @property
+    def axes(self) -> str:
+        """The constrained dims, each with its axes, as `0: batch, 2: whole`."""
+        return ", ".join(
+            f"{dim}: {_axes(self.spec[dim] if dim < len(self.spec) else None)}"
+            for dim in range(len(self.shape))
+            if dim >= len(self.spec) or self.spec[dim] is not PartitionSpec.UNCONSTRAINED
+        )
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ConstrainedValues(InNotebooks):
+    """The values that a program lays out on the mesh, by module; printed, a table. From `step.constraints(batch)`.
+
+    All other values lie as the compiler chooses; parameters, their gradients and moments lie as the plan says.
+
+    Attributes:
+        values: In the order in which they are computed.
+    """
+
+    values: tuple[ConstrainedValue, ...]
+
+    def of(self, module: str) -> tuple[ConstrainedValue, ...]:
+        """Those of a module, and of the modules in it.
+
+        Args:
+            module: Its path, with numbers (`layers.3.mlp`) or as it is shown (`layers.*.mlp`).
+        """
+        paths = (module, starred(module))
+        return tuple(v for v in self.values if v.module in paths or v.module.startswith(tuple(f"{p}." for p in paths)))
+
+    def why(self, module: str) -> tuple[str, ...]:
+        """The reasons for which values of a module itself are constrained.
+
+        Args:
+            module: Its path.
+        """
+        return tuple(dict.fromkeys(v.why for v in self.values if v.module in (module, starred(module))))
+
+    def __rich__(self) -> Table:
+        title = "Constrained values, by module"
+        table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+        for column in ("module", "value", "shape", "dims", "why"):
+            table.add_column(column, overflow="fold")
+        for v in self.values:
+            what = f"{v.value}{' (backward)' * v.is_backward}{f', {v.count} times' * (v.count > 1)}"
+            table.add_row(v.module or "(loss)", what, str(v.shape), v.axes, v.why)
+        return table
+
+    def __str__(self) -> str:
+        return printed(self, 132)
+
+
+def constrained_values(graphs: Iterable[tuple[str, GraphModule]], split: RowSplit | None) -> ConstrainedValues:
+    """Those of the graphs of a program, each with the path of its module."""
+    found: dict[ConstrainedValue, list[str]] = {}
+    for path, graph in graphs:
+        for node in graph.graph.nodes:
+            for at, constraints in sorted(constraints_of(node, split).items()):
+                for constraint in constraints:
+                    value = _value(path, node, at, constraint)
+                    alike = dataclasses.replace(value, module=starred(value.module))
+                    found.setdefault(alike, []).append(value.module)
+    values = (
+        dataclasses.replace(value, module=value.module if len(set(paths)) > 1 else paths[0], count=len(paths))
+        for value, paths in found.items()
+    )
+    return ConstrainedValues(tuple(sorted(values, key=lambda value: value.is_backward)))
+
+
+def _value(path: str, node: Node, at: int, constraint: Constraint) -> ConstrainedValue:
+    notes: dict[str, Any] = node.meta.get("custom", {})
+    module = ".".join(filter(None, (path, notes.get("module"))))
+    own = node if at == RESULT else sources_of(node)[at]
+    what = _name(node) if at == RESULT else f"{_name(node)} takes {_name(own)}"
+    return ConstrainedValue(
+        module, what, shape_of(own), constraint.spec, constraint.why, notes.get("pass") == "backward"
+    )
+
+
+def _name(node: Node) -> str:
+    kind = "an input" if node.op == "placeholder" else "a part"
+    return {"constrained": "activation", "": kind}.get(name := operator_name(node), name)
+
+
+def _axes(part: Any) -> str:
+    return "x".join((part,) if isinstance(part, str) else part or ("whole",))
