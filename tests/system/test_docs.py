@@ -41,7 +41,9 @@ def members(name):
     found = NAMES[name]
     if not inspect.isclass(found):
         return {name: found}
-    written = {key: value for key, value in vars(found).items() if not key.startswith("_") or key == "__call__"}
+    ours = [cls for cls in reversed(found.__mro__) if cls.__module__.startswith("torch_shard")]
+    held = {key: value for cls in ours for key, value in vars(cls).items()}
+    written = {key: value for key, value in held.items() if not key.startswith("_") or key == "__call__"}
     methods = {f"{name}.{key}": getattr(value, "__func__", value) for key, value in written.items()}
     return {key: value for key, value in methods.items() if inspect.isfunction(value) and value.__doc__}
 

@@ -83,10 +83,9 @@ def test_what_is_known_of_signatures_does_not_grow_without_bound(monkeypatch):
     """As of programs, the last ones used are kept."""
     monkeypatch.setattr("torch_shard._train.facts.is_shared", lambda mesh: True)
     step = make_step(MESH)
-    rows = FirstRows(MESH, local=False)
+    rows = FirstRows(MESH)
     for length in range(1, KEPT + 9):
-        batch = {"x": torch.zeros(8, length), "rows": torch.arange(8)}
-        placed = step.put(batch)
-        rows.note(batch, placed.signature)
+        placed = step.put({"x": torch.zeros(8, length), "rows": torch.arange(8)})
+        rows.note(placed)
     assert len(step._placer._placements) == len(rows._found) == KEPT
     assert set(rows.of(placed.signature)) == {"the content of batch['rows']", "the content of batch['x']"}

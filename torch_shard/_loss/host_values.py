@@ -73,11 +73,10 @@ class HostBuffers:
         self._own = own
         self._read: dict[str, tuple[jax.Array, torch.Tensor]] = {}
 
-    def value(self, state: TrainState | None, name: str) -> torch.Tensor:
+    def value(self, state: TrainState, name: str) -> torch.Tensor:
         """The value of a buffer; that of the model's own where there are no values of a state."""
-        own = self._own[name]
-        array = None if state is None else _stored(state, name)
-        if state is None or not isinstance(array, jax.Array) or array.is_deleted():
+        own, array = self._own[name], _stored(state, name)
+        if not isinstance(array, jax.Array) or array.is_deleted():
             return own
         if (known := self._read.get(name)) is None or known[0] is not array:
             self._read[name] = known = array, to_host(state.buffers[name]).to(own.dtype)

@@ -116,13 +116,14 @@ class Microbatches:
 
             zeros = jax.tree.map(lambda a: jnp.zeros_like(a, dtype_of_sums(a.dtype)), trained)
             (held, sums), (losses, metrics) = jax.lax.scan(one, (carried, zeros), (jnp.arange(self.num), split))
-            return LossOutputs(
-                loss=_mean(losses),
-                metrics=jax.tree.map(self._metric, metrics),
-                grads=jax.tree.map(lambda total, like: (total / self.num).astype(like.dtype), sums, trained),
+            out = LossOutputs(
+                loss=losses,
+                metrics=metrics,
+                grads=sums,
                 buffers=held.part(held.layout.restricted(program.buffers)),
                 written=held.part(held.layout.restricted(program.written)),
             )
+            return self._means(out, trained)
 
         return run
 
@@ -158,16 +159,19 @@ class Microbatches:
             parts = [x if part is None else part for x, part in zip(batch, split, strict=True)]
             keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(self.num))
             out = loss.run(key[None] if self.num == 1 else keys, tensors, parts, closure)
-            sums = Stacks.from_dict(out.grads, tensors.layout.restricted(program.grads))
-            trained = tensors.part(sums.layout)
-            return dataclasses.replace(
-                out,
-                loss=_mean(out.loss),
-                metrics=jax.tree.map(self._metric, out.metrics),
-                grads=jax.tree.map(lambda total, like: (total / self.num).astype(like.dtype), sums, trained),
-            )
+            return self._means(out, tensors.part(tensors.layout.restricted(program.grads)))
 
         return run
+
+    def _means(self, out: LossOutputs, trained: Stacks) -> LossOutputs:
+        """The outputs of a batch, of the losses and metrics of its microbatches and the sums of their gradients."""
+        sums = Stacks.from_dict(out.grads, trained.layout)
+        return dataclasses.replace(
+            out,
+            loss=_mean(out.loss),
+            metrics=jax.tree.map(self._metric, out.metrics),
+            grads=jax.tree.map(lambda total, like: (total / self.num).astype(like.dtype), sums, trained),
+        )
 
     def _metric(self, stacked: jax.Array) -> jax.Array:
         if self.num == 1:

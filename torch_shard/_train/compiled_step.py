@@ -108,7 +108,7 @@ class CompiledStep:
         self._hold(self._held)
         self._programs = ProgramCache(self.caller)
         self._placer = Placer(self.layout, self._microbatches, must_divide=self.train, local=options.local_batches)
-        self._first_rows = FirstRows(options.mesh, local=options.local_batches)
+        self._first_rows = FirstRows(options.mesh)
         self.num_compiles = 0
         """Number of programs that were compiled so far."""
 
@@ -205,7 +205,7 @@ class CompiledStep:
     def _put(self, batch: PyTree, *, only_shapes: bool = False) -> ShardedBatch:
         placed = self._placer.put(batch, only_shapes=only_shapes)
         if not only_shapes:
-            self._first_rows.note(batch, placed.signature)
+            self._first_rows.note(placed)
         return placed
 
     def _run(self, batch: PyTree, state: TrainState) -> tuple[StepProgram, PyTree]:
@@ -216,7 +216,7 @@ class CompiledStep:
     def _prepare(
         self,
         batch: PyTree,
-        state: TrainState | None = None,
+        state: TrainState,
         skip_grad_norm: float | None = None,
         *,
         only_shapes: bool = False,
@@ -240,13 +240,13 @@ class CompiledStep:
             key,
             values,
             capture=functools.partial(self._capture, key, values),
-            compile_loss=functools.partial(self._compile, key, arrays, state, values),
+            compile_loss=functools.partial(self._compile, key=key, arrays=arrays, of=(state, values)),
             looks=self.options.look_again and not only_shapes,
         )
         return program, [*placed.arrays, *given]
 
     def _asked(
-        self, placed: ShardedBatch, state: TrainState | None, skip_grad_norm: float | None = None
+        self, placed: ShardedBatch, state: TrainState, skip_grad_norm: float | None = None
     ) -> tuple[ProgramKey, HostValues]:
         """What a program for a batch is compiled for, and what Python may ask for."""
         flags = tuple(module.training for module in self._modules) if self.train else ()
@@ -301,16 +301,15 @@ class CompiledStep:
     # ---- a program of it ----
 
     def _compile(
-        self, key: ProgramKey, arrays: list[jax.Array], state: TrainState | None, values: HostValues, loss: LossProgram
+        self, loss: LossProgram, *, key: ProgramKey, arrays: list[jax.Array], of: tuple[TrainState, HostValues]
     ) -> StepProgram:
-        """A program of a loss."""
+        """A program of a loss for arrays like these; where there is a budget of bytes, for a state like this."""
         self._check_reach(loss)
         budget = self.layers.remat
-        if not isinstance(budget, int):
-            program = self._jitted(loss, key, arrays)
+        if isinstance(budget, int):
+            program = self._within(budget, loss, key=key, arrays=arrays, of=of)
         else:
-            assert state is not None
-            program = self._within(budget, loss, key, arrays, of=(state, values))
+            program = self._jitted(loss, key, arrays)
         self.num_compiles += 1
         return program
 
@@ -338,9 +337,9 @@ class CompiledStep:
         self,
         budget: int,
         loss: LossProgram,
+        *,
         key: ProgramKey,
         arrays: list[jax.Array],
-        *,
         of: tuple[TrainState, HostValues],
     ) -> StepProgram:
         """The program that computes the least again of those that fit into a budget of bytes per device."""

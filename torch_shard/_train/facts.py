@@ -24,10 +24,10 @@ from torch_shard._common.last_used import LastUsed
 from torch_shard._common.types import PyTree
 from torch_shard._device import JaxTensor
 from torch_shard._hosts import ProcessMismatchError, compare, digest, exchange, is_shared
-from torch_shard._loss import BatchSignature, flatten_batch
+from torch_shard._loss import BatchSignature
 from torch_shard._sharding import Holdings, ResolvedPlan, describe_mesh, describe_spec
 from torch_shard._state import TrainState
-from torch_shard._train.placing import HostBatch
+from torch_shard._train.placing import ShardedBatch
 from torch_shard._train.program_cache import ProgramKey
 
 SMALL = 1 << 20
@@ -119,16 +119,16 @@ def _digest_of(value: Any) -> bytes:
 class FirstRows:
     """Digests of the first batch of each signature, which all processes must give alike."""
 
-    def __init__(self, mesh: Mesh, *, local: bool) -> None:
-        self._is_shared, self._local = is_shared(mesh), local
+    def __init__(self, mesh: Mesh) -> None:
+        self._is_shared = is_shared(mesh)
         self._found = LastUsed[BatchSignature, dict[str, bytes]]()
 
-    def note(self, batch: PyTree, signature: BatchSignature) -> None:
+    def note(self, batch: ShardedBatch) -> None:
         """Look at a batch, if it is the first one."""
-        given = batch if isinstance(batch, HostBatch) else HostBatch(batch, self._local)
-        if not self._is_shared or given.local or self._found.use(signature) is not None:
+        signature = batch.signature
+        if not self._is_shared or batch.local or self._found.use(signature) is not None:
             return
-        leaves = zip(signature.paths, flatten_batch(given.batch)[0], strict=True)
+        leaves = zip(signature.paths, batch.leaves, strict=True)
         on_host = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, jax.Array | JaxTensor)]
         self._found.keep(signature, {f"the content of {path}": _digest_of(leaf) for path, leaf in on_host})
 

@@ -1,14 +1,16 @@
 """The tensors of a model that a step was made for: they stay those that its state has the values of."""
 
+import functools
 import logging
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from torch_shard._sharding import Holdings, holdings
+from torch_shard._sharding import Holdings, entry_places, holdings
 from torch_shard._state import TrainState
-from torch_shard._train.written import Entries, is_in_state
+from torch_shard._train.written import Contents, is_in_state
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +29,12 @@ class ModelTensors:
         self._caller, self._model, self._held = caller, model, held
         self._params = list(held.params.values())
         self._trains = list(map(_REQUIRES_GRAD, self._params))
-        self._entries = Entries(model, held)
+        names = {id(tensor): name for name, tensor in held.all.items()}
+        places = [place for place in entry_places(model) if id(place[2]) in names]
+        self._gets = [(getattr(entries, "get", functools.partial(_get, entries)), key) for entries, key, _ in places]
+        self._tensors = [tensor for _, _, tensor in places]
+        self._names = [names[id(tensor)] for tensor in self._tensors]
+        self._contents = {name: Contents(t) for name, t in zip(self._names, self._tensors, strict=True)}
 
     def present(self) -> Holdings:
         """The tensors that the model has now, which may stand where others of their shapes stood."""
@@ -53,17 +60,21 @@ class ModelTensors:
             "no longer fits the model. Make a new step, and carry the values over with step.export(state)."
         )
 
-    def check_values(self, state: TrainState | None) -> None:
+    def check_values(self, state: TrainState) -> None:
         """Refuse what was done to the model since the state was taken from it, and is not in the state."""
-        if names := self._entries.replaced():
+        found = [get(key) for get, key in self._gets]
+        if not all(map(operator.is_, found, self._tensors)):
+            places = zip(self._names, self._tensors, found, strict=True)
+            names = [name for name, tensor, now in places if now is not tensor]
             raise ValueError(
                 f"{self._caller}: {_some(names)} of the model was replaced since the step took its values (by an "
                 "assignment, or load_state_dict(assign=True)), and the state has those of before. Take a new state "
                 "(step.init), or make a new step with a new optimizer."
             )
-        if not (names := self._entries.written()):
+        written = {name: contents.tensor for name, contents in self._contents.items() if not contents.hold()}
+        if not written:
             return
-        apart = [n for n in names if state is None or not is_in_state(self._held.all[n], state.tensors[n])]
+        apart = [n for n, t in written.items() if not is_in_state(t, state.tensors[n])]
         if buffers := [name for name in apart if name in self._held.buffers]:
             raise ValueError(
                 f"{self._caller}: {_some(buffers)} of the model was written since the step took its values, which the "
@@ -77,8 +88,14 @@ class ModelTensors:
                 _some(apart),
                 _WRITTEN,
             )
-        self._entries.note(names)
+        self._contents |= {name: Contents(tensor) for name, tensor in written.items()}
 
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _get(entries: Any, key: str) -> torch.Tensor | None:
+    """An entry of a scripted module, whose containers have no `get`."""
+    held: dict[str, torch.Tensor] = dict(entries.items())
+    return held.get(key)

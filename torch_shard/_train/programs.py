@@ -161,7 +161,7 @@ class StepProgram:
 
     def _value(self, position: int, tensor: torch.Tensor) -> jax.Array:
         placed = self._placed[position]
-        if placed is None or not placed[0].are_of(tensor):
+        if placed is None or not placed[0].hold():
             contents = Contents(tensor)
             try:
                 array = put(tensor.detach(), self._sharding, rounds=True)

@@ -7,9 +7,6 @@ these were taken from means to change the run, as it would in torch.
 # PyTorch annotates storages in part.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
-import functools
-import operator
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -17,7 +14,6 @@ import numpy as np
 import torch
 
 from torch_shard._common.convert import to_host
-from torch_shard._sharding import Holdings, entry_places
 
 _WORDS = 256
 """Words of 8 bytes that are compared: of a tensor with fewer of them all, of a larger one so many, spread over it."""
@@ -30,18 +26,19 @@ class Contents:
     the memory of the tensor is compared as well.
     """
 
-    __slots__ = ("_pointer", "_sample", "_version", "_words")
+    __slots__ = ("_pointer", "_sample", "_version", "_words", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
         self._version = _version_of(tensor)
         self._words, self._pointer = _words_of(tensor)
         self._sample = self._words.tobytes()
 
-    def are_of(self, tensor: torch.Tensor) -> bool:
+    def hold(self) -> bool:
         """Tell whether the tensor has them still."""
-        if self._version != _version_of(tensor):
+        if self._version != _version_of(self.tensor):
             return False
-        return not self._pointer or (self._pointer == tensor.data_ptr() and self._words.tobytes() == self._sample)
+        return not self._pointer or (self._pointer == self.tensor.data_ptr() and self._words.tobytes() == self._sample)
 
 
 def _version_of(tensor: torch.Tensor) -> int:
@@ -69,38 +66,3 @@ def is_in_state(tensor: torch.Tensor, array: jax.Array) -> bool:
     if not array.is_fully_addressable or tensor.device.type != "cpu" or array.is_deleted():
         return False
     return torch.equal(tensor.detach(), to_host(array).to(tensor.dtype))
-
-
-class Entries:
-    """The parameters and buffers of a model, as they are when this is made."""
-
-    def __init__(self, model: torch.nn.Module, held: Holdings) -> None:
-        self._names = {id(tensor): name for name, tensor in held.all.items()}
-        places = [place for place in entry_places(model) if id(place[2]) in self._names]
-        self._gets = [(getattr(entries, "get", functools.partial(_get, entries)), key) for entries, key, _ in places]
-        self._tensors = [tensor for _, _, tensor in places]
-        self._contents: dict[str, tuple[torch.Tensor, Contents]] = {}
-        self.note(held.all)
-
-    def note(self, names: Iterable[str]) -> None:
-        """Take the values that these have now for what they are to have."""
-        tensors = {self._names[id(tensor)]: tensor for tensor in self._tensors}
-        self._contents |= {name: (tensors[name], Contents(tensors[name])) for name in names if name in tensors}
-
-    def replaced(self) -> list[str]:
-        """The names under which there are other tensors now, or none."""
-        found = [get(key) for get, key in self._gets]
-        if all(map(operator.is_, found, self._tensors)):
-            return []
-        pairs = zip(self._tensors, found, strict=True)
-        return [self._names[id(tensor)] for tensor, now in pairs if now is not tensor]
-
-    def written(self) -> list[str]:
-        """The names of those with other values now."""
-        return [name for name, (tensor, contents) in self._contents.items() if not contents.are_of(tensor)]
-
-
-def _get(entries: Any, key: str) -> torch.Tensor | None:
-    """An entry of a scripted module, whose containers have no `get`."""
-    held: dict[str, torch.Tensor] = dict(entries.items())
-    return held.get(key)
