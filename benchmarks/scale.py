@@ -21,9 +21,8 @@ PAGE = """
 ## Whole models on whole pods
 
 Models of the hub as they are, on the meta device, each matrix split over both axes of the mesh (FSDP and tensor
-parallel; the residual stream over time), float32 parameters, AdamW. The ratio is the memory that a step needs of
-one device over what that has; what `remat` was, or what a budget of bytes chose; what it took to know on this machine,
-which has none of these devices.
+parallel; the residual stream over time), float32 parameters, AdamW. The ratio is the memory that a step needs of one
+device over what it has.
 """
 
 LLAMA = {
