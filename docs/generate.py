@@ -13,7 +13,6 @@ PAGES = (
     "small_gpt",
     "distributed_arrays",
     "shard_map_and_collectives",
-    "ring_attention",
     "parallel_evaluation",
     "transparent_pmap",
 )
