@@ -5,6 +5,7 @@ import contextlib
 import doctest
 import importlib
 import inspect
+import os
 import re
 import shlex
 import subprocess
@@ -13,6 +14,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 import yaml
 
@@ -151,6 +153,31 @@ def test_a_page_of_coming_from_is_short_and_has_a_whole_script(page):
     assert not [line for line in diff.splitlines() if line[:1] not in ("", " ", "+", "-")]
     if page.stem in OLD_SIDES:
         compile(side_of(diff, "-"), str(page), "exec")
+
+
+HERE = {  # what a machine with one process and without a GPU needs
+    "accelerate": ("bf16=True", "use_cpu=True, report_to=[]"),
+    "ddp_fsdp2": ("batch_size=4", "batch_size=32"),
+    "torchax": ("import jax\n", "import jax\n" + EIGHT_DEVICES + "\n"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HERE)
+def test_the_script_that_a_page_comes_from_runs_today(name, tmp_path, monkeypatch):
+    """Those whose packages are installed; DDP's ends with the weights that ours has."""
+    text = (DOCS / f"coming_from/{name}.md").read_text()
+    (diff,) = [block for language, block in FENCE.findall(text) if language == "diff"]
+    there = tmp_path / "there.py"
+    there.write_text(side_of(diff, "-").replace(*HERE[name]))
+    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run([sys.executable, there], cwd=tmp_path, env=os.environ | world, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    if name == "ddp_fsdp2":
+        theirs = torch.load(tmp_path / "model.pt")
+        monkeypatch.chdir(tmp_path)
+        exec(side_of(diff, "+").replace(EIGHT_DEVICES, ""), {})
+        torch.testing.assert_close(torch.load("model.pt"), theirs, rtol=1e-4, atol=1e-5)  # float32, four steps of Adam
 
 
 METHODS = {
