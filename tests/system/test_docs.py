@@ -111,6 +111,18 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     exec(compile(code, str(page), "exec"), vars(module))
 
 
+def test_the_site_stays_one_that_is_read():
+    """Pages with those that are made, words of README and pages, and rows of a page of results."""
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    assert len(re.findall(r"\.md$", nav, re.MULTILINE)) <= 30
+    assert len((ROOT / "README.md").read_text().split()) <= 1100
+    assert sum(len(page.read_text().split()) for page in PAGES) <= 22_000  # 26,000 with the tutorials that are pages
+    for page in ("proof.md", "tpu.md"):
+        made = re.findall(r"<!-- (\w+) -->\n(.*?)<!-- /\1 -->", (DOCS / page).read_text(), re.DOTALL)
+        tables = [table for _, text in made for table in re.findall(r"^\| ---.*\n((?:\|.*\n)*)", text, re.MULTILINE)]
+        assert 0 < sum(table.count("\n") for table in tables) <= 60
+
+
 def test_every_block_of_code_is_one_that_a_test_reads():
     """Python and diffs run above; of the rest the syntax, and what the command line must know."""
     for page in PAGES:
