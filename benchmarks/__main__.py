@@ -18,6 +18,7 @@ from rich.console import Console
 from benchmarks.processes import Failed, isolated
 from benchmarks.report import Section, keep, page, table, write
 from benchmarks.rows import Point, Row
+from docs.pages import put
 
 SECTIONS = {  # and the simulated devices of each
     "step": 8,
@@ -75,7 +76,9 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes, few repetitions: does it run?")] = False,
     only: Annotated[str, typer.Option(help=f"Sections, by comma: {', '.join(SECTIONS)}.")] = "",
     out: Annotated[Path, typer.Option(help="Where the JSON and the pictures go.")] = Path("benchmarks-out"),
-    to_page: Annotated[Path | None, typer.Option("--page", help="Where the tables go as a page in Markdown.")] = None,
+    to_page: Annotated[
+        Path | None, typer.Option("--page", help="A page in Markdown, whose section `tpu` becomes the tables.")
+    ] = None,
     models: Annotated[str, typer.Option(help=f"Models of {', '.join(BY_MODEL)}, by comma; all, if none is said.")] = "",
     kept: Annotated[
         Path | None, typer.Option(help="Rows of earlier runs, as JSON: what is measured now is put among them.")
@@ -120,7 +123,7 @@ def main(
     if to_page is not None:
         shown = {section: shown[section] for section in SECTIONS if section in shown}
         told = {section: _said_of(section) for section in shown}
-        to_page.write_text(page(shown, told, facts, to_page))
+        put(to_page, "tpu", page(shown, told, facts, to_page))
     for path in write(rows, points, facts, out):
         console.print(str(path))
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from benchmarks.rows import Point, Row
-from docs.pages import Theme, draw_bars, folded, save_both, shown
+from docs.pages import Theme, beside, draw_bars, save_both, shown
 from docs.pages import table as markdown_table
 
 Found = dict[str, list[Row]]
@@ -37,7 +37,9 @@ def _cells(row: Row) -> tuple[str, ...]:
     return row.ours, row.rival, ratio, quartiles, target, ok
 
 
-SHORT = 15  # rows that are read at a glance
+SHORT = 10  # rows that are read at a glance
+PICTURE = "tpu"  # the section that has one
+HEAD = ("", "ours", "rival", "ratio", "target", "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +48,11 @@ class Section:
 
     Attributes:
         introduction: What is said before its rows.
-        markdown: Of its rows, where they are no ratios of ours and a rival's.
+        markdown: Of its rows and the path of the page, where they are no ratios of ours and a rival's.
     """
 
     introduction: str
-    markdown: Callable[[list[Row]], str] | None = None
+    markdown: Callable[[list[Row], Path], str] | None = None
 
 
 def keep(path: Path, found: Found) -> Found:
@@ -81,25 +83,26 @@ def _subject(row: Row) -> str:
 
 
 def page(found: Found, told: dict[str, Section], facts: dict[str, Any], path: Path) -> str:
-    """The sections as Markdown, each behind its introduction; a long table is a picture, a short table, and folds away.
+    """The sections as Markdown, each behind its introduction; a long table is a short one, and a file beside the page.
 
     Args:
         found: Rows by section.
         told: How each looks.
         facts: What the numbers depend on.
-        path: Of the page: its pictures are written into `images` beside it.
+        path: Of the page: pictures go into `images` beside it, tables into `tables`.
     """
     parts = []
     for section, rows in found.items():
         parts.append(told[section].introduction.strip())
         if (markdown := told[section].markdown) is not None:
-            parts.append(markdown(rows))
+            parts.append(markdown(rows, path))
         elif len(rows) > SHORT:
-            save_both(path.parent / "images" / section, (8, 4.2), partial(_draw_ratios, rows=rows))
-            image = shown(section, "Ratios of the table below as bars, with a line at 1")
-            parts += [image, _by_subject(rows), folded("All rows", _markdown(rows))]
+            parts += [_by_subject(rows), beside(path, section, HEAD, _lines(rows)) + "."]
         else:
-            parts.append(_markdown(rows))
+            parts.append(markdown_table(HEAD, _lines(rows)))
+        if section == PICTURE:
+            save_both(path.parent / "images" / section, (8, 4.2), partial(_draw_ratios, rows=rows))
+            parts.insert(-2, shown(section, "Ratios of the table below as bars, with a line at 1"))
     made = ", ".join(f"{name} {value}" for name, value in facts.items() if isinstance(value, str))
     return "\n\n".join(part.rstrip() for part in parts) + f"\n\nMade with {made}.\n"
 
@@ -137,14 +140,14 @@ def _draw_ratios(figure: Figure, theme: Theme, rows: list[Row]) -> None:
     axes.set_xlabel(f"{measured}, ours ÷ rival: less is better", color=theme["text"])
 
 
-def _markdown(rows: list[Row]) -> str:
+def _lines(rows: list[Row]) -> list[tuple[str, ...]]:
     lines = []
     for row in rows:
         ours, rival, ratio, _, target, _ = _cells(row)
         reached = {None: "", True: "reached", False: "missed"}[row.ok]
         about = f"; {row.note}" if row.note else ""
         lines.append((f"{row.name}{about}", ours, rival, ratio, target, reached))
-    return markdown_table(("", "ours", "rival", "ratio", "target", ""), lines)
+    return lines
 
 
 def write(found: Found, points: list[Point], facts: dict[str, Any], folder: Path) -> list[Path]:

@@ -6,6 +6,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -16,15 +17,25 @@ from benchmarks.tpu import host_memory
 from benchmarks.tpu_cases import TpuCase, hf_llama, hf_mixtral, next_token_loss, over_both, tokens
 from benchmarks.tpu_llama import Llama
 from benchmarks.tpu_mixtral import Mixtral
+from docs.pages import beside
+from docs.pages import table as markdown_table
 
 PAGE = """
 ## Whole models on whole pods
 
 Models of the hub as they are, on the meta device, each matrix split over both axes of the mesh (FSDP and tensor
-parallel; the residual stream over time), float32 parameters, AdamW. The ratio is the memory that a step needs of
-one device over what that has; what `remat` was, or what a budget of bytes chose; what it took to know on this machine,
-which has none of these devices.
+parallel; the residual stream over time), float32 parameters, AdamW. The ratio is the memory that a step needs of one
+device over what it has.
 """
+
+
+def markdown(found: list[Row], page: Path) -> str:
+    """A short table, and a file of all figures beside the page."""
+    rows = [(row.name, row.note.partition(";")[0], row.ours, row.rival, f"{row.ratio or 0:.3g}") for row in found]
+    whole = [(*cells, row.note.partition("; ")[2]) for cells, row in zip(rows, found, strict=True)]
+    head = ("", "remat", "needed", "of", "ratio")
+    return f"{markdown_table(head, rows)}\n\n{beside(page, 'scale', (*head, 'what else it takes'), whole)}."
+
 
 LLAMA = {
     "8B": Llama(layers=32),

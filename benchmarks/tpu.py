@@ -18,33 +18,20 @@ from benchmarks.rows import Row, chosen
 from benchmarks.tpu_cases import CASES, OPTIONS, OURS, find
 from benchmarks.tpu_counts import Counts, counts_of
 
-PAGE = """# Under TPU's compiler
+PAGE = """## Against hand-written JAX
 
-Steps compiled ahead of time by XLA:TPU, which needs no TPU, and counted: nothing is timed but the compilation, so the
-numbers are the same on every machine. `python -m benchmarks --kept benchmarks/tpu_kept.json --page docs/tpu.md` makes
-this page of what was measured before; with `--only tpu,tpu_held_out,tpu_models,tpu_options,scale` it is measured again,
-with `--only tpu_models --models vit,clip` these rows alone.
+One step: float32 parameters, bfloat16 arithmetic. The rivals are written by hand for the case, in
+`benchmarks/tpu_*.py`: collectives placed one by one in `jax.shard_map`, JAX's own Pallas kernels, the residual stream
+split over time, the vocabulary split in the loss. Ours is the hub's model as it is, and `make_train_step` with
+`compute_dtype=torch.bfloat16`, `remat` as the row says, and no other option. Numbers are ours over the rival's; below
+1 is better. Cycles are the compiler's estimates, without communication; kernels carry none, and are taken to run at
+45 % of the chip's peak. *With waiting* adds what the schedule does not hide of communication, at the published speed
+of the links. *Received* is from other devices. *Temporaries* are bytes beside the state and the batch.
 
-## Against hand-written JAX
-
-One device, one step: float32 parameters, bfloat16 arithmetic. The rivals are written by hand for the case, in
-`benchmarks/tpu_*.py`: collectives placed one by one in `jax.shard_map`, JAX's own Pallas kernels for attention and for
-grouped products, the residual stream split over time, the vocabulary split in the loss. Ours is the hub's model as it
-is, and `make_train_step`. Cycles are the compiler's estimates, without communication; kernels carry none, and are taken
-to run at 45 % of the chip's peak. *With waiting* adds the cycles in which a device waits for others: what the
-compiler's schedule does not hide, at the published speed of the links. *Received* is from other devices. *Temporaries*
-are what is held beside the state and the batch.
-
-Ours is the default: `compute_dtype=torch.bfloat16`, `remat` as the row says, and no other option. Targets are about the
-first rival of each model.
-
-XLA can cut a product whose factor is gathered, or whose result is summed over devices, into pieces that travel while
-others are computed. For Llama that was 7 % more cycles and 2 % more with waiting, and a third more memory traffic, so
-steps leave collectives whole (`xla_jf_spmd_threshold_for_windowed_einsum_mib`; set it in `LIBTPU_INIT_ARGS` to choose).
-
-Cycles of models with experts are those of balanced routing, on both sides: of the rows that a device may get, those
-count that its experts have if all have as many, in the tiles that its kernels take them in. Qwen3-MoE and gpt-oss are
-split by `ts.plans.expert(tp="model")`, as Mixtral is, ViT by `ts.plans.fsdp_tp`; their rivals have the same layout.
+Cycles of models with experts are those of balanced routing, on both sides. Qwen3-MoE, gpt-oss and Mixtral are split
+by `ts.plans.expert(tp="model")`, ViT by `ts.plans.fsdp_tp`; their rivals have the same layout. Steps leave
+collectives whole: XLA's cut products (`xla_jf_spmd_threshold_for_windowed_einsum_mib`, set in `LIBTPU_INIT_ARGS`)
+took 7 % more cycles and a third more memory traffic for Llama.
 """
 
 QUANTITIES = {

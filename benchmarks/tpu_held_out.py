@@ -9,7 +9,7 @@ from benchmarks.tpu_cases import HELD_OUT
 PAGE = """
 ## At sizes that were held out
 
-Another width, depth, length of rows or size of pictures than the table above, by which defaults were chosen.
+Other sizes than those by which defaults were chosen.
 """
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import resource
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import Failed, isolated
@@ -15,7 +16,7 @@ from benchmarks.rows import Row, chosen
 from benchmarks.tpu import host_memory
 from benchmarks.tpu_counts import BYTES_PER_CYCLE, FLOPS_PER_CYCLE, Counts, counts_of
 from benchmarks.tpu_zoo import ZOO
-from docs.pages import folded
+from docs.pages import beside
 from docs.pages import table as markdown_table
 
 PAGE = """
@@ -23,10 +24,9 @@ PAGE = """
 
 Each as it is, by `ts.plans.fsdp_tp` over batch=4, model=2 of a v5e:2x4 (2 and 2 of a v5e:2x2: Gemma, NeoX, CLIP,
 Whisper, T5, DiT), by `fsdp` (ConvNeXt, Swin, LSTM), or data parallel (ResNet-50, GPT-2), with
-`compute_dtype=torch.bfloat16` and no other option. How many layers stands in brackets. The limit is what the chip needs
-at its peak: the larger of the products' arithmetic and of the memory traffic of the compiled program. The textbook is
-that of `benchmarks --only communication`, in bfloat16. *Before* are the figures of a survey of November 2026, at sizes
-that were the same as far as they are known (Whisper's batch and Mamba-2's depth may not have been).
+`compute_dtype=torch.bfloat16` and no other option. How many layers stands in brackets. The limit is what the chip
+needs at its peak: the larger of the products' arithmetic and of the memory traffic of the compiled program. The
+textbook is that of `benchmarks --only communication`, in bfloat16.
 """
 
 SECONDS = 720
@@ -115,29 +115,25 @@ def measure(name: str) -> dict[str, Any]:
     return {"counts": dataclasses.asdict(counts), "title": zoo.case.name, "textbook": zoo.textbook()}
 
 
-def markdown(found: list[Row]) -> str:
-    """A short table of ratios, and one that folds away."""
+def markdown(found: list[Row], page: Path) -> str:
+    """A short table of ratios, and a file of all figures beside the page."""
     of: dict[str, dict[str, Row]] = {}
     for row in found:
         name, _, quantity = row.name.partition(": ")
         of.setdefault(name, {})[quantity] = row
-    short = ["", "cycles ÷ limit", "before", "received ÷ textbook", "before"]
+    short = ["", "cycles ÷ limit", "received ÷ textbook"]
     more = ["", "Mcycles + kernels", "before", "limit", "waiting", "temporaries, GiB", "before"]
     more += ["received, GiB", "before", "seconds of a core to compile"]
-    lines = [(_short(name, own), _long(name, own)) for name, own in of.items()]
-    ratios, figures = (
-        markdown_table(head, part) for head, part in zip((short, more), zip(*lines, strict=True), strict=True)
-    )
-    return f"{ratios}\n\n{folded('Cycles, memory and bytes', figures)}"
+    ratios = markdown_table(short, [_short(name, own) for name, own in of.items()])
+    figures = beside(page, "tpu_models", more, [_long(name, own) for name, own in of.items()])
+    return f"{ratios}\n\n{figures}, with the figures of a survey of November 2026, *before*."
 
 
 def _short(name: str, own: dict[str, Row]) -> list[str]:
-    cycles, before = own["cycles"], BEFORE.get(name, Before(0))
+    cycles = own["cycles"]
     if cycles.ratio is None:
-        return [name, cycles.note, _said(before.ratio) or _never(name), "", ""]
-    received = own["received"]
-    sent = before.wire / float(received.rival) if before.wire and received.rival else None
-    return [cycles.note, _said(cycles.ratio), _said(before.ratio) or _never(name), _said(received.ratio), _said(sent)]
+        return [name, cycles.note, ""]
+    return [cycles.note, _said(cycles.ratio), _said(own["received"].ratio)]
 
 
 def _long(name: str, own: dict[str, Row]) -> list[str]:

@@ -9,7 +9,7 @@ from benchmarks.tpu_cases import CASES, OURS, find
 PAGE = """
 ## Other options against the default
 
-The same models with options that a user may set, over the default.
+Options that a user may set, over the default.
 """
 
 

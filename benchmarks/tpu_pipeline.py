@@ -19,10 +19,9 @@ PAGE = """
 
 A narrow Llama (8 layers of width 1024, 256 tokens, 8 rows in each microbatch, `remat="block"`) on v5e:2x4: `stage=P`,
 `batch=8 / P`, parameters replicated over `batch` but for the row of FSDP. The rival is arithmetic: cycles of the same
-step without stages on the `8 / P` devices of one stage, divided by P, times `(R M + P - 1) / (R M)` for M microbatches
-in R rounds. The compiled loops run that many ticks: `P - 1` forward, `M` of both, `P - 1` backward for 1F1B. It is no
-lower bound: head and loss have no idle stages, and programs of fewer layers or rows are compiled another way.
-Temporaries stand beside those of the step without stages.
+step without stages, divided by P, times `(R M + P - 1) / (R M)` for M microbatches in R rounds. It is no lower bound:
+head and loss have no idle stages, and programs of fewer layers or rows are compiled another way. Temporaries stand
+beside those of the step without stages.
 """
 
 SIZES = Llama(layers=8, width=1024, hidden=2816, heads=8, kv_heads=4, vocab=2048)

@@ -2,7 +2,7 @@
 
 Each model has a process and a cache of its own, so that a run may be interrupted and goes on where it was. One alone,
 for so many minutes: `python -m benchmarks.tuning "GPT-2 on v5e:2x4" 30`; the tables of what the caches know, as a page:
-`python -m benchmarks.tuning page docs/tuning.md`.
+`python -m benchmarks.tuning page docs/tpu.md`.
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ from benchmarks.scale import LLAMA, MIXTRAL
 from benchmarks.tpu_cases import class_loss, hf_gpt, hf_llama, hf_mixtral, hf_resnet, next_token_loss, tokens
 from benchmarks.tpu_gpt import Gpt
 from benchmarks.tpu_resnet import ResNet
+from docs.pages import beside, put, table
 from torch_shard._tune.cache import Cache, Measured
 from torch_shard._tune.candidates import Candidate
 from torch_shard._tune.search import Search
@@ -35,7 +36,7 @@ from torch_shard._tune.tuning import GIB
 PAGE = """
 ## Tuned before there is a pod
 
-What `ts.tune` finds, over the fastest of some choices by hand and over the recipe `fsdp`; see docs/tuning.md.
+What `ts.tune` finds, over the fastest of some choices by hand and over the recipe `fsdp`; see docs/tpu.md.
 """
 
 CACHES = Path(os.environ.get("TORCH_SHARD_TUNED", "benchmarks-out/tuned"))
@@ -244,32 +245,39 @@ def _report(search: Search, hand: Mapping[str, Measured], why: Mapping[str, str]
     }
 
 
-def page() -> str:
-    """The tables of all models whose caches have a report."""
-    parts, missing = [PAGE_HEAD], list[str]()
-    for name in CASES:
-        file = CACHES / name.replace(" ", "_").replace(":", "_") / "report.json"
-        if file.exists():
-            parts.append(f"## {name}\n\n{_section(json.loads(file.read_text()))}")
-        else:
-            missing.append(name)
-    if missing:
-        parts.append(f"Not run for this page: {', '.join(missing)}.\n")
-    return "\n".join(parts)
+def page(path: Path) -> str:
+    """A table of all models whose caches have a report, and a file of their candidates beside the page."""
+    reports = {name: json.loads(file.read_text()) for name in CASES if (file := _report_of(name)).exists()}
+    rows = [_summary(name, report) for name, report in reports.items()]
+    lines = [
+        [name, entry["what"], *_numbers(entry), ", ".join(word for word in ("found", "by hand") if entry[word])]
+        for name, report in reports.items()
+        for entry in report["compiled"]
+    ]
+    for name, report in reports.items():
+        lines += [[name, what, "", "", "", why, "by hand"] for what, why in report["hand"]]
+    link = beside(path, "tuning", ("model", "candidate", "GiB left", "compute ms", "exposed ms", "ms", ""), lines)
+    head = ("", "best", "ms", "best by hand", "best `fsdp`", "compiled", "not compiled")
+    return f"{PAGE_HEAD}\n{table(head, rows)}\n\n{link}: every candidate that was compiled, and those by hand."
 
 
-def _section(report: Mapping[str, Any]) -> str:
-    lines = [f"{_verdict(report)}\n", "| candidate | GiB left | compute ms | exposed ms | ms | |"]
-    lines.append("| --- " * 6 + "|")
-    for entry in report["compiled"]:
-        left = "" if entry["left"] is None else f"{entry['left']:.2f}"
-        times = [f"{entry[key]:.4g}" for key in ("compute", "exposed", "ms")]
-        times = times if entry["fits"] else ["", "", entry["refused"][:80] or "too large"]
-        who = ", ".join(word for word in ("found", "by hand") if entry[word])
-        lines.append("| " + " | ".join([entry["what"], left, *times, who]) + " |")
-    lines += ["", '??? note "By hand, not compiled"', ""]
-    lines += [f"    - {what}: {why}" for what, why in report["hand"]] or ["    All were compiled."]
-    return "\n".join(lines) + "\n"
+def _report_of(name: str) -> Path:
+    return CACHES / name.replace(" ", "_").replace(":", "_") / "report.json"
+
+
+def _numbers(entry: Mapping[str, Any]) -> list[str]:
+    left = "" if entry["left"] is None else f"{entry['left']:.2f}"
+    times = [f"{entry[key]:.4g}" for key in ("compute", "exposed", "ms")]
+    return [left, *(times if entry["fits"] else ["", "", entry["refused"][:80] or "too large"])]
+
+
+def _summary(name: str, report: Mapping[str, Any]) -> list[str]:
+    """A row of the page: times of others over that of the best."""
+    best, others = report["best"], [report[key] for key in ("by hand", "fsdp")]
+    if best is None:
+        return [name, "nothing that fits was compiled", "", "", "", str(len(report["compiled"])), str(report["left"])]
+    ratios = ["" if other is None else f"{other['ms'] / best['ms']:.2f} x" for other in others]
+    return [name, best["what"], f"{best['ms']:.4g}", *ratios, str(len(report["compiled"])), str(report["left"])]
 
 
 def _verdict(report: Mapping[str, Any]) -> str:
@@ -289,17 +297,14 @@ def _verdict(report: Mapping[str, Any]) -> str:
     return " ".join([*words, left])
 
 
-PAGE_HEAD = """# Tables of tuning
-
-What `ts.tune` says of five models and pods: `python -m benchmarks --only tuning` makes the numbers, which are those of
-TPU's compiler, and `python -m benchmarks.tuning page docs/tuning.md` this page. `compute_dtype=torch.bfloat16`, AdamW
-(SGD for ResNet-50), and nothing else is given. Choices by hand stand beside what was found: what an engineer would try
-first. *Exposed* is communication that the schedule does not hide.
+PAGE_HEAD = """What `ts.tune` finds by TPU's compiler, with `compute_dtype=torch.bfloat16` and AdamW (SGD for
+ResNet-50), beside what an engineer would try first: times of these over that of the best. `python -m benchmarks
+--only tuning` measures it, and `python -m benchmarks.tuning page docs/tpu.md` makes this table.
 """
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "page":
-        Path(sys.argv[2]).write_text(page())
+        put(path := Path(sys.argv[2]), "tuning", page(path))
     else:
         print(_verdict(measure(sys.argv[1], float(sys.argv[2]))))

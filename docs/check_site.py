@@ -1,6 +1,7 @@
 """Check a built site offline: `mkdocs build -d site && python docs/check_site.py site`.
 
-Every link within it leads somewhere, and no page is wider than a phone. The second needs Chromium.
+Every link within it leads somewhere; no page is wider than a phone; on a screen of 1,280 pixels no block of code and no
+table scrolls sideways. The last two need Chromium.
 """
 
 import contextlib
@@ -18,23 +19,33 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
-PHONE = 390  # pixels
+PHONE, SCREEN = 390, 1280  # pixels
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 WIDTHS = """<body><script>
-async function width(page) {
+async function within(page, width, found) {
   const frame = document.createElement("iframe");
-  frame.width = PHONE; frame.height = 800;
+  frame.width = width; frame.height = 800;
   const loaded = new Promise(done => frame.onload = done);
   frame.src = page;
   document.body.append(frame);
   await loaded;
-  const found = frame.contentDocument.documentElement.scrollWidth;
+  const all = frame.contentDocument;
+  for (const folded of all.querySelectorAll("details")) folded.open = true;
+  const said = found(all);
   frame.remove();
-  return found;
+  return said;
 }
+const widest = all => all.documentElement.scrollWidth;
+const scrolling = all => [...all.querySelectorAll("pre > code, .md-typeset__scrollwrap, .md-typeset__table")]
+  .filter(part => part.scrollWidth > part.clientWidth + 1)
+  .map(part => `${part.scrollWidth} of ${part.clientWidth} pixels: ${part.textContent.trim().slice(0, 60)}`);
 (async () => {
-  const found = {};
-  for (const page of PAGES) found[page] = await width(page);
+  const found = [];
+  for (const page of PAGES) {
+    const width = await within(page, PHONE, widest);
+    if (width > PHONE) found.push(`${page}: ${width} pixels wide on a phone`);
+    for (const part of await within(page, SCREEN, scrolling)) found.push(`${page}: scrolls sideways: ${part}`);
+  }
   await fetch("/widths", {method: "POST", body: JSON.stringify(found)});
 })();
 </script>"""
@@ -73,10 +84,11 @@ def broken_links(site: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def _served(site: Path, found: "queue.Queue[dict[str, int]]") -> Iterator[str]:
+def _served(site: Path, found: "queue.Queue[list[str]]") -> Iterator[str]:
     """Serve a site, with the page that measures all others; what it finds is put into the queue."""
     pages = sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html"))
-    measuring = WIDTHS.replace("PHONE", str(PHONE)).replace("PAGES", json.dumps(pages)).encode()
+    numbers = f"const PHONE = {PHONE}, SCREEN = {SCREEN}, PAGES = {json.dumps(pages)};"
+    measuring = WIDTHS.replace("<script>", f"<script>{numbers}").encode()
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -107,33 +119,32 @@ def _served(site: Path, found: "queue.Queue[dict[str, int]]") -> Iterator[str]:
 
 
 def wide_pages(site: Path, timeout_s: float = 300) -> list[str]:
-    """Pages that scroll sideways on a phone, each as `PAGE: WIDTH`.
+    """What is too wide: pages on a phone, blocks of code and tables on a screen, each as `PAGE: WHAT`.
 
     Raises:
-        RuntimeError: There is no browser, or it gave no widths in that time.
+        RuntimeError: There is no browser, or it measured no pages in that time.
     """
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         raise RuntimeError(f"none of {', '.join(BROWSERS)} is installed")
-    found: queue.Queue[dict[str, int]] = queue.Queue()
+    found: queue.Queue[list[str]] = queue.Queue()
     with _served(site, found) as address, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]
         command = [browser, *options, f"--user-data-dir={profile}", address]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
             try:
-                widths = found.get(timeout=timeout_s)
+                return found.get(timeout=timeout_s)
             except queue.Empty:
                 raise RuntimeError(f"{browser} measured no pages in {timeout_s:g} s") from None
             finally:
                 running.kill()
-    return [f"{page}: {width} pixels" for page, width in widths.items() if width > PHONE]
 
 
 def main() -> None:
     """Write what is wrong, and exit with 1 if anything is."""
     site = Path(sys.argv[1] if len(sys.argv) > 1 else "site")
     found = [f"broken link: {line}" for line in broken_links(site)]
-    found += [f"wider than {PHONE} pixels: {line}" for line in wide_pages(site)]
+    found += wide_pages(site)
     sys.stdout.write("".join(f"{line}\n" for line in found))
     sys.exit(bool(found))
 

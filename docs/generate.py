@@ -1,4 +1,4 @@
-"""Pages that are made while the documentation is built: tutorials, operators, and the files beside the README."""
+"""Pages that are made while the documentation is built: the front page, from the README, and the tutorials."""
 
 import re
 from pathlib import Path
@@ -6,34 +6,52 @@ from typing import Any
 
 import jupytext
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 BEFORE = "<!-- before -->"
-COPIED = {
-    "operators.md": "validation/operators/coverage.md",
-    "architecture.md": "ARCHITECTURE.md",
-    "contributing.md": "CONTRIBUTING.md",
-    "changelog.md": "CHANGELOG.md",
-}
+PAGES = (
+    "small_gpt",
+    "distributed_arrays",
+    "shard_map_and_collectives",
+    "parallel_evaluation",
+    "transparent_pmap",
+)
+"""Tutorials that are pages; all of them are files of the site, too."""
+BOOST = {"guides/wrong.md": 8, "guides/": 4, "coming_from/": 2, "proof.md": 0.2, "tpu.md": 0.2}
+"""By how much the search prefers pages, by what their paths begin with."""
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages; mkdocs calls this."""
-    pages = {page: (ROOT / source).read_text() for page, source in COPIED.items()}
-    pages["operators.md"] = re.sub(r"^\| (\w[\w.]*) \|", r"| `\1` |", pages["operators.md"], flags=re.MULTILINE)
-    tutorials = {f"tutorials/{path.stem}.md": as_page(path) for path in sorted((ROOT / "tutorials").glob("*.py"))}
-    for page, text in {**pages, **tutorials}.items():
-        for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"):
-            text = text.replace(f"]({name})", f"]({name.lower()})")
-        files.append(File.generated(config, page, content=text.replace("](docs/", "](")))
+    files.append(File.generated(config, "index.md", content=front_page((ROOT / "README.md").read_text())))
+    for path in sorted((ROOT / "tutorials").glob("*.py")):
+        files.append(File.generated(config, f"tutorials/{path.name}", content=path.read_text()))
+        if path.stem in PAGES:
+            files.append(File.generated(config, f"tutorials/{path.stem}.md", content=as_page(path)))
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Show what the examples of a page begin with, where the page says so; mkdocs calls this."""
+    boosts = (boost for begin, boost in BOOST.items() if page.file.src_uri.startswith(begin))
+    page.meta["search"] = {"boost": next(boosts, 1)}
     code = "".join(f"    {line}" for line in (ROOT / "docs/before.py").read_text().splitlines(keepends=True))
     first = f'??? abstract "These examples begin with"\n\n    ```python\n{code}    ```'
     return markdown.replace(BEFORE, first)
+
+
+def front_page(readme: str) -> str:
+    """The README without what is about the repository, with links of the site."""
+    text = re.sub(r"<!-- repository -->.*?<!-- /repository -->\n", "", readme, flags=re.DOTALL)
+    text = re.sub(
+        r"<picture>.*?<img alt=\"(.*?)\" src=\"docs/(\S+)-light.svg\">.*?</picture>", _pictures, text, flags=re.DOTALL
+    )
+    return re.sub(r"\]\(tutorials/(\w+)\.py\)", r"](tutorials/\1.md)", text.replace("](docs/", "]("))
+
+
+def _pictures(found: re.Match[str]) -> str:
+    return "\n".join(f"![{found[1]}]({found[2]}-{theme}.svg#only-{theme})" for theme in ("light", "dark"))
 
 
 def as_page(tutorial: Path) -> str:

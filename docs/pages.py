@@ -1,5 +1,7 @@
-"""Parts of the pages of numbers: pictures for light and for dark pages, and tables that fold away."""
+"""Parts of the pages of numbers: sections, tables, CSV files beside them, pictures for light and for dark pages."""
 
+import csv
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -39,10 +41,46 @@ def shown(name: str, says: str) -> str:
     return "\n".join(f"![{says}](images/{name}-{theme}.svg#only-{theme})" for theme in THEMES)
 
 
-def folded(title: str, text: str) -> str:
-    """Markdown that opens when its title is clicked on."""
-    lines = (f"    {line}".rstrip() for line in text.strip().splitlines())
-    return f'??? note "{title}"\n\n' + "\n".join(lines) + "\n"
+def put(page: Path, section: str, text: str) -> None:
+    """Write what stands between `<!-- SECTION -->` and `<!-- /SECTION -->` of a page.
+
+    Args:
+        page: A file of Markdown, which has both marks.
+        section: Its name in the marks.
+        text: Markdown.
+    """
+    begin, end = f"<!-- {section} -->", f"<!-- /{section} -->"
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise ValueError(f"{page} must have {begin} and {end}, between which this section stands")
+    page.write_text(f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}", encoding="utf-8")
+
+
+def section_of(page: Path, section: str) -> str:
+    """What stands between the marks of a section."""
+    found = re.search(rf"<!-- {section} -->\n(.*?)<!-- /{section} -->", page.read_text(encoding="utf-8"), re.DOTALL)
+    return found[1].strip() if found else ""
+
+
+def beside(page: Path, name: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Write all rows as `tables/NAME.csv` beside a page, and give the Markdown that links to it.
+
+    Args:
+        page: The page.
+        name: Of the table.
+        head: Names of the columns.
+        rows: Cells, which may have Markdown's backticks: these are left out.
+
+    Returns:
+        A link, with the number of rows.
+    """
+    path = page.parent / "tables" / f"{name}.csv"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        lines = csv.writer(file, lineterminator="\n")
+        lines.writerows([[cell.replace("`", "").replace("\\", "") for cell in row] for row in (head, *rows)])
+    return f"[All {len(rows)} rows as CSV](tables/{name}.csv)"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

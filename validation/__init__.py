@@ -2,10 +2,10 @@
 
 | command | what for | on two cores, roughly |
 | --- | --- | --- |
-| `python -m validation.zoo.report --write` | docs/zoo.md: other packages' models (the extra `zoo`) | hours |
+| `python -m validation.zoo.report --write` | docs/proof.md: other packages' models (the extra `zoo`) | hours |
 | `python -m validation.proofs.report --write` | docs/proof.md: models of the hub under every usual plan | 40 minutes |
-| `python -m validation.hf_families.report --write` | docs/hf_plans.md: plans of transformers | 10 minutes |
-| `python -m validation.operators.coverage --write` | docs/operators.md: PyTorch's own samples | an hour |
+| `python -m validation.hf_families.report --write` | docs/proof.md: plans of transformers | 10 minutes |
+| `python -m validation.operators.coverage --write` | docs/proof.md: PyTorch's own samples | an hour |
 | `python -m validation.fuzz --seeds 0:1000` | random programs against eager torch | 2 s a program |
 | `python -m validation.lives --seeds 0:500` | random lives of runs against eager torch | 1 s a life |
 | `python -m validation.hf_families.random_models --seeds 0:300` | random small models of transformers | 5 s a model |

@@ -80,7 +80,7 @@ AFTERWARDS = """
 
 
 def test_neither_the_import_nor_a_step_changes_ordinary_torch(tmp_path) -> None:
-    """What no import replaces costs no speed either; `docs/guides/patches.md` says what it adds."""
+    """What no import replaces costs no speed either; `docs/guides/remembers.md` says what it adds."""
     source = textwrap.dedent(ORDINARY_TORCH) + textwrap.dedent(AFTERWARDS)
     command = [sys.executable, "-W", "ignore", "-c", source]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)

@@ -1,6 +1,6 @@
 """Every model of transformers with a `tp_plan`, on the meta device, and what its plan comes to.
 
-`python -m validation.hf_families.report --write` writes the page of the documentation.
+`python -m validation.hf_families.report --write` writes its section of the page.
 """
 
 import argparse
@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from rich.filesize import decimal
 
-from docs.pages import BLUE, Theme, folded, plain, save_both, shown, table
+from docs.pages import beside, put
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "hf_plans.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "proof.md"
 TP = 4
 CUT = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "depth", "encoder_layers", "decoder_layers"), 4),
@@ -182,28 +181,21 @@ def outcome(family: str, config: Any) -> Outcome:
     )
 
 
-HEAD = """# Plans of Hugging Face
+HEAD = """[`from_hf`][torch_shard.plans.from_hf] reads the plan of every model in transformers {version} whose
+configuration has a `tp_plan`: here over `model={tp}` with `fsdp=None`, each built from its configuration's defaults,
+with at most {layers} layers where it can be, on the meta device. {counts}
 
-[`from_hf`][torch_shard.plans.from_hf] of every model in transformers {version} whose configuration has a `tp_plan`,
-over `model={tp}` with `fsdp=None`: each built from its configuration's own defaults, with at most {layers} layers where
-it can be, on the meta device, in float32. "Held" is what one device holds, of the whole: what a model's plan does not
-name is whole there, as in transformers. What does not divide is whole too; `from_hf` lists it, and refuses it with
-`strict=True`. The numbers of styles are numbers of tensors.
-
-`python -m validation.hf_families.report --write` writes this page, `pytest validation/hf_families` checks it. That each
-device's part is the one that tensor parallelism of transformers gives a process is checked for {checked} of them by
-`validation/hf_families/test_hf_parallel.py`.
-
-{counts}
-
-{picture}
-
-{rows}"""
+{link}: styles, tensors split, the size, what one device holds of it, and what does not divide. What a model's plan
+does not name is whole on each device, as in transformers, and so is what does not divide: `from_hf` lists it, and
+refuses it with `strict=True`. `python -m validation.hf_families.report --write` makes this table, and `pytest
+validation/hf_families` checks it; that each device's part is the one that transformers gives a process is checked for
+{checked} of them.
+"""
 COLUMNS = ("family", "model", "styles", "tensors split", "whole", "held", "what does not divide")
 
 
 def page(outcomes: list[Outcome]) -> str:
-    """The page of the documentation."""
+    """The section of the documentation; all rows go into a file beside it."""
     import transformers
 
     from validation.hf_families.test_hf_parallel import CHECKED
@@ -214,8 +206,7 @@ def page(outcomes: list[Outcome]) -> str:
     )
     return HEAD.format(
         counts=counts,
-        picture=shown("hf_plans", "How many models hold which part of their parameters on each device"),
-        rows=folded(f"All {len(outcomes)} families", table(COLUMNS, list(map(_line, outcomes)))),
+        link=beside(PAGE, "hf_plans", COLUMNS, list(map(_line, outcomes))),
         version=transformers.__version__,
         tp=TP,
         layers=CUT["num_layers"],
@@ -232,20 +223,6 @@ def _line(of: Outcome) -> tuple[str, ...]:
     return of.family, of.model, styles, split, decimal(of.num_bytes), f"{of.held:.0%}", unsplit
 
 
-def draw(held: list[float]) -> None:
-    """Draw how many families hold which part on each device."""
-
-    def histogram(figure: Figure, theme: Theme) -> None:
-        axes = figure.subplots()
-        axes.hist(held, bins=[0.2 + 0.05 * number for number in range(17)], color=BLUE, rwidth=0.9)
-        axes.axvline(1 / TP, color=theme["faint"], linestyle="--", linewidth=1)
-        plain(axes, theme)
-        axes.set_xlabel(f"part of the parameters that one of {TP} devices holds", color=theme["text"])
-        axes.set_ylabel("models", color=theme["text"])
-
-    save_both(PAGE.parent / "images" / "hf_plans", (8, 2.6), histogram)
-
-
 def all_outcomes() -> list[Outcome]:
     """Of every family."""
     logging.disable(logging.WARNING)  # of parameters that do not divide: the page has them
@@ -258,7 +235,7 @@ def all_outcomes() -> list[Outcome]:
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the section of the page."""
     import jax
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -268,8 +245,7 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     outcomes = all_outcomes()
     if options.write:
-        PAGE.write_text(page(outcomes))
-        draw([each.held for each in outcomes if not each.error])
+        put(PAGE, "hf_plans", page(outcomes))
 
 
 if __name__ == "__main__":

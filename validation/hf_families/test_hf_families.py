@@ -1,17 +1,22 @@
-"""The page of the documentation is what the models of the installed transformers come to."""
+"""The section of the page and its table are what the models of the installed transformers come to."""
 
 import pytest
 import transformers
 
+from docs.pages import section_of
 from tests.oracles.eager import assert_follows, eager_trajectory
 from tests.system.test_hf_usage import lora, of_llama
 from validation.hf_families.report import PAGE, all_outcomes, configurations, outcome, page
 
+TABLE = PAGE.parent / "tables" / "hf_plans.csv"
+
 
 def test_every_family_resolves_as_the_page_says() -> None:
-    if f"transformers {transformers.__version__} " not in PAGE.read_text():
+    section, rows = section_of(PAGE, "hf_plans"), TABLE.read_text()
+    if f"transformers {transformers.__version__} " not in section:
         pytest.skip("the page is of another version")
-    assert page(all_outcomes()) == PAGE.read_text()
+    assert page(all_outcomes()).strip() == section  # and it writes the table
+    assert TABLE.read_text() == rows
 
 
 @pytest.mark.filterwarnings("ignore")  # of transformers
@@ -19,7 +24,7 @@ def test_every_family_resolves_as_the_page_says() -> None:
 def test_families_with_rare_styles_resolve(family: str) -> None:
     found = outcome(family, configurations([family])[family])
     assert not found.error
-    assert f"| {family} | {found.model} | " in PAGE.read_text()
+    assert f"\n{family},{found.model}," in TABLE.read_text()
 
 
 def test_adapters_with_magnitudes_equal_eager_torch() -> None:

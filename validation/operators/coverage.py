@@ -1,11 +1,13 @@
 """The table of operator coverage: PyTorch's own samples of every operator, captured, lowered and jitted.
 
 `python -m validation.operators.coverage` runs them all and prints the operators that are not right; `--write` makes the
-table `validation/operators/coverage.md`. Workers are processes, so that a crash or a hang costs one operator.
+table `docs/tables/operators.csv`, and the section of `docs/proof.md` that links to it.
+Workers are processes, so that a crash or a hang costs one operator.
 """
 
 import argparse
 import collections
+import csv
 import json
 import pathlib
 import queue
@@ -17,7 +19,11 @@ import time
 import warnings
 from typing import Any
 
-TABLE = pathlib.Path(__file__).with_suffix(".md")
+from docs.pages import beside, put
+from docs.pages import table as table_of
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "proof.md"
+TABLE = PAGE.parent / "tables" / "operators.csv"
 COLUMNS = ("op", "forward", "gradient", "reason")
 TIMEOUT_S = 240.0
 OPS_PER_WORKER = 60
@@ -134,9 +140,8 @@ def rows(results: dict[str, list]) -> list[tuple[str, str, str, str]]:
 
 def committed() -> list[tuple[str, str, str, str]]:
     """The rows of the table in the repository."""
-    lines = TABLE.read_text().split(_markdown(COLUMNS, []))[1].splitlines()
-    found = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    return [(op, forward, gradient, reason) for op, forward, gradient, reason in found]
+    with TABLE.open(newline="", encoding="utf-8") as file:
+        return [(op, forward, gradient, reason) for op, forward, gradient, reason in csv.reader(file)][1:]
 
 
 def totals(table: list[tuple[str, str, str, str]]) -> list[tuple[str, ...]]:
@@ -157,32 +162,24 @@ def totals(table: list[tuple[str, str, str, str]]) -> list[tuple[str, ...]]:
     return lines
 
 
-def render(table: list[tuple[str, str, str, str]], num_samples: int) -> str:
-    """The table as Markdown."""
+def section(rows_of_all: list[tuple[str, str, str, str]], num_samples: int) -> str:
+    """The section of the page; all rows go into the table beside it."""
     import torch
 
     head = (
-        "# Operator coverage\n\n"
         "PyTorch's own operator samples (`op_db`), captured, lowered and jitted, against eager torch on the CPU: the\n"
         "forward pass (float32, integers and booleans, also in place and with `out=`) and the gradient of a weighted\n"
         "sum of the outputs. Made by `python -m validation.operators.coverage --write`\n"
-        f"(torch {torch.__version__.split('+')[0]}, up to {num_samples} samples an operator); never edited by hand.\n\n"
+        f"(torch {torch.__version__.split('+')[0]}, up to {num_samples} samples an operator).\n\n"
         "right: equal to eager torch on every sample. random: shape, dtype and support are compared. refused: at\n"
         "least one sample raises NotImplementedError by name. dynamic: the output's shape, or a number that Python\n"
         "needs, depends on values, which is refused by nature. none: not applicable (no derivative, no sample that\n"
         "eager torch runs on dense CPU tensors, or 64-bit values, which JAX has switched off).\n\n"
     )
-    parts = [
-        head,
-        _markdown(
-            ("", "right", "random", "refused", "dynamic", "wrong", "error", "none", "right of judged"), totals(table)
-        ),
-    ]
-    return "\n".join([*parts, _markdown(COLUMNS, table)])
-
-
-def _markdown(header: tuple[str, ...], lines: list) -> str:
-    return "".join(f"| {' | '.join(line)} |\n" for line in [header, ("---",) * len(header), *lines])
+    columns = ("", "right", "random", "refused", "dynamic", "wrong", "error", "none", "right of judged")
+    link = beside(PAGE, "operators", COLUMNS, rows_of_all)
+    refused = ", ".join(f"`{op}`" for op, *found, _ in rows_of_all if "refused" in found)
+    return f"{head}{table_of(columns, totals(rows_of_all))}\n\n{link}. Refused, in one sample or more: {refused}.\n"
 
 
 def main() -> None:
@@ -190,7 +187,7 @@ def main() -> None:
     parser.add_argument("--ops", default="", help="a regular expression that names must match")
     parser.add_argument("--samples", type=int, default=6, help="samples of each operator")
     parser.add_argument("--jobs", type=int, default=1, help="worker processes")
-    parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}; with --ops, their rows of it")
+    parser.add_argument("--write", action="store_true", help="write the table and the page; with --ops, their rows")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -207,7 +204,7 @@ def main() -> None:
     print(f"{time.monotonic() - start:.0f} s")
     if options.write:
         others = [row for row in committed() if row[0] not in names] if options.ops else []
-        TABLE.write_text(render(sorted([*others, *table]), options.samples))
+        put(PAGE, "operators", section(sorted([*others, *table]), options.samples))
 
 
 if __name__ == "__main__":

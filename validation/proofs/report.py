@@ -1,4 +1,4 @@
-"""Proves the rows, each in a process, and writes the page: `python -m validation.proofs.report --write`."""
+"""Proves the rows, each in a process, and writes a section: `python -m validation.proofs.report --write`."""
 
 import json
 import os
@@ -74,33 +74,22 @@ def _shown(cell: Mapping[str, Any]) -> str:
     return size if cell["holds"] else f"**{size}**"
 
 
-HEAD = """# Proofs
+HEAD = """Models of transformers, diffusers and timm as they are installed, made small, with random weights, under
+every usual plan on eight simulated devices. A cell is the largest difference of anything from eager torch on the CPU:
+loss, outputs, every gradient, and every parameter and buffer after each of three steps of AdamW, relative to the
+largest entry of the value. It holds up to 1e-5 in float32. A star: rounding hid more, and both sides were repeated in
+float64, where 1e-10 is allowed (1e-5 still, if the model computes its norms in float32). Bold does not hold; a dash
+does not fit the model.
 
-Models of transformers, diffusers and timm as they are installed, made small, with random weights, under every usual
-plan on eight simulated devices. Each cell is the largest difference of anything from eager torch on the CPU: loss,
-outputs, every gradient, and every parameter and buffer after each of three steps of AdamW, relative to the largest
-entry of the value. A cell holds up to 1e-5 in float32. A star says that rounding hid more, and that both sides were
-repeated in float64, where 1e-10 is allowed (1e-5 still, if the model itself computes its norms in float32). Bold does
-not hold; a dash does not fit the model: [why](#what-does-not-fit) is said below.
+{counts} The models with experts, and the {shown} others with the largest differences:
 
-The same table of your own model is one call, [`ts.prove`][torch_shard.prove], or `torch-shard prove train.py`.
-`python -m validation.proofs.report --write` makes this page.
+{rows}
 
-{counts}
+{link}, with the reason where a plan does not fit. `python -m validation.proofs.report --write` makes this table.
 """
 
-GROUPS = {
-    "experts": "Mixture of experts",
-    "dense": "Language models",
-    "images": "Models for images",
-}
-
-EXPERTS = """
-For eight families of transformers with experts, torchtitan publishes by how much its logits differ from those of
-transformers, on one layer, as a KL divergence: 3 passed (below 1e-6), 4 with a warning (below 1e-3), 1 failed (its
-`MODEL_COMPATIBILITY.md`). Here every gradient and every updated parameter is compared as well.
-"""
-
+SHOWN = 8
+"""Models without experts in the table of the page."""
 
 APART = """
 DiT embeds times up to 1,000 as sines in float32, which differ by 3e-5 between the libraries, whatever the mesh: that,
@@ -109,35 +98,37 @@ and not a layout, is what its cells show.
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """The page of the documentation."""
-    from docs.pages import folded, table
+    """The section of the documentation; all rows go into a file beside it."""
+    from docs.pages import beside, table
     from torch_shard._inspect.layouts import USUAL
     from validation.proofs.rows import TABLE
 
     known = {name: found[name]["cells"] for name in TABLE if found.get(name, {}).get("cells")}
-    cells = [cell for row in known.values() for cell in row.values()]
-    fitting = [cell for cell in cells if not cell.get("refused")]
+    fitting = [cell for row in known.values() for cell in row.values() if not cell.get("refused")]
     held = sum(cell["holds"] for cell in fitting)
-    counts = f"{len(known)} models, {len(fitting)} cells that fit: {held} hold, {len(fitting) - held} do not."
-    parts = [HEAD.format(counts=counts)]
-    for group, title in GROUPS.items():
-        own = {name: row for name, row in known.items() if TABLE[name].group == group}
-        rows = [(name, *(_shown(row[p]) if p in row else "" for p in USUAL)) for name, row in own.items()]
-        parts += [
-            f"## {title}\n",
-            *([EXPERTS.strip() + "\n"] if group == "experts" else []),
-            table(("", *USUAL), rows) + "\n",
-        ]
-    why = [
-        (n, p, c["refused"].partition(". ")[0]) for n, row in known.items() for p, c in row.items() if c.get("refused")
-    ]
-    without = [row for row in why if row[1] != "expert"]
-    if len(fitting) > held:
-        parts.append(APART.strip() + "\n")
-    parts += ["## What does not fit\n", "`expert` is for models with experts in one tensor.\n"]
-    if without:
-        parts.append(folded("The others", table(("", "plan", "why"), [(n, p, f"`{w}`") for n, p, w in without])))
-    return "\n".join(parts).rstrip() + "\n"
+    others = sorted((name for name in known if TABLE[name].group != "experts"), key=lambda name: -_largest(known[name]))
+    shown = [name for name in known if TABLE[name].group == "experts"] + others[:SHOWN]
+    rows = [(name, *(_shown(known[name][plan]) if plan in known[name] else "" for plan in USUAL)) for name in shown]
+    whole = [(name, *(_whole(row[plan]) if plan in row else "" for plan in USUAL)) for name, row in known.items()]
+    section = HEAD.format(
+        counts=f"{len(known)} models, {len(fitting)} cells that fit: {held} hold, {len(fitting) - held} do not.",
+        shown=min(SHOWN, len(others)),
+        rows=table(("", *USUAL), rows),
+        link=beside(PAGE, "proofs", ("model", *USUAL), whole),
+    )
+    return section + (APART if len(fitting) > held else "")
+
+
+def _largest(cells: Cells) -> float:
+    """Of float32, as differences in float64 are of another size; what does not hold comes first."""
+    if not all(cell["holds"] for cell in cells.values() if not cell.get("refused")):
+        return float("inf")
+    return max((c["worst"] for c in cells.values() if not c.get("refused") and c["dtype"] == "float32"), default=0.0)
+
+
+def _whole(cell: Mapping[str, Any]) -> str:
+    """A cell of the file: why a plan does not fit, in place of a dash."""
+    return cell["refused"].partition(". ")[0] if cell.get("refused") else _shown(cell)
 
 
 def main() -> None:
@@ -159,7 +150,9 @@ def main() -> None:
     if not options.no_run:
         _prove(names)
     if options.write:
-        PAGE.write_text(page(read(RESULTS)))
+        from docs.pages import put
+
+        put(PAGE, "proofs", page(read(RESULTS)))
 
 
 def _prove(names: list[str]) -> None:
