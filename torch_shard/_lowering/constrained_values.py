@@ -28,6 +28,12 @@ class ConstrainedValue:
         why: The reason.
         is_backward: Whether it belongs to the backward pass.
         count: How many such values there are.
+
+    Example:
+        >>> from jax.sharding import PartitionSpec as P
+        >>> spec = P("batch", P.UNCONSTRAINED, None)
+        >>> ConstrainedValue("layers.*", "mm", (8, 4, 2), spec, "rows stay split", is_backward=False).axes
+        '0: batch, 2: whole'
     """
 
     module: str
@@ -56,6 +62,16 @@ class ConstrainedValues(InNotebooks):
 
     Attributes:
         values: In the order in which they are computed.
+
+    Example:
+        >>> import optax, torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> step = ts.make_train_step(
+        ...     torch.nn.Sequential(torch.nn.Linear(8, 4)), lambda model, batch: model(batch).square().mean(),
+        ...     optax.sgd(0.1), mesh=ts.make_mesh(batch=2), plan=ts.ShardingPlan({}, default=P(None, "batch")),
+        ... )
+        >>> step.constraints(torch.empty(8, 8, device="meta")).why("0")
+        ('rows stay split',)
     """
 
     values: tuple[ConstrainedValue, ...]
