@@ -11,7 +11,8 @@ from torch_shard._capture import Captured
 from torch_shard._common.fx import args_of
 from torch_shard._lowering import USED_AS
 from torch_shard._scan.bundles import GraphInput
-from torch_shard._scan.pieces import Cut, take_apart
+from torch_shard._scan.piece_values import Cut
+from torch_shard._scan.pieces import take_apart
 from torch_shard._scan.region import LAYER, Call, Region
 
 

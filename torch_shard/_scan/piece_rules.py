@@ -1,0 +1,271 @@
+"""What operators make of values in pieces: a rule gives what stands for a node; None has pieces put together."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from torch_shard._common.fx import args_of, aten_name, shape_of
+from torch_shard._common.operator_families import REDUCTIONS, RESHAPES, is_pointwise
+from torch_shard._lowering import CONSTRAINED, spec_apart
+from torch_shard._scan.dims import moved
+from torch_shard._scan.piece_values import Apart, Builder, Cut, Value, cut_shape, node_of, shape_of_value
+
+Rule = Callable[[Builder, Node, Sequence[Any], Mapping[str, Any]], Any]
+"""`(builder, node, arguments with values for nodes, keyword arguments) -> value, or a list of them, or None`."""
+
+aten, ours = torch.ops.aten, torch.ops.torch_shard
+
+TURNS = ("t", "transpose", "permute")
+PRODUCTS = ("mm", "bmm", "matmul")
+_SHAPES = ("unsqueeze", "squeeze")
+
+
+def rule_of(node: Node) -> Rule | None:
+    """The rule of a node's operator."""
+    name = aten_name(node)
+    if node.target in RESHAPES or name in _SHAPES:
+        return _view
+    if node.target is CONSTRAINED:
+        return _constrained
+    return _RULES.get(name) or (_pointwise if is_pointwise(node) else None)
+
+
+def moved_to(node: Node, source: Node, dim: int) -> int | None:
+    """Where a dim of a source is in a result, both from the end."""
+    (found,) = moved(node, source, len(shape_of(source)) + dim)
+    return None if found is None else found - len(shape_of(node))
+
+
+def cut_in_view(old: tuple[int, ...], given: Cut, new: tuple[int, ...]) -> Cut | None:
+    """Where the pieces of a value of shape `old` are in its view; None where they have a dim of their own, or none."""
+    num, dim = given
+    before, size = math.prod(old[: len(old) + dim]), old[dim]
+    for at, found in enumerate(new):
+        if math.prod(new[:at]) == before and found > num and found % num == 0 and size % found == 0:
+            return num, at - len(new)
+    return None
+
+
+def filled(args: Sequence[Any], *defaults: Any) -> list[Any]:
+    """Positional arguments, with the defaults of those that are not given."""
+    return [*args, *defaults[len(args) :]]
+
+
+def _constrained(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> Value | None:
+    x, spec, *rest = args
+    if not isinstance(x, Apart):
+        return None
+    return builder.apart(node, node.target, (x.node, spec_apart(spec, len(x.shape), x.at), *rest), x.cut)
+
+
+def _pointwise(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> Value | None:
+    cuts = {value.cut for value in _values_in([args, named]) if isinstance(value, Apart)}
+    if len(cuts) != 1 or not isinstance(node.meta.get("val"), torch.Tensor):
+        return None
+    (cut,) = cuts
+
+    def apart(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [apart(each) for each in value]
+        if not isinstance(value, Node) or len(shape := shape_of(value)) < -cut[1]:
+            return value.node if isinstance(value, Apart) else value
+        num, dim = cut
+        return builder.reshaped(node, value, cut_shape(shape, 1 if shape[dim] == 1 else num, dim))
+
+    found = builder.apart(node, node.target, tuple(map(apart, args)), cut)
+    found.node.kwargs = {name: apart(value) for name, value in named.items()}
+    return found
+
+
+def _values_in(args: Any) -> list[Any]:
+    if isinstance(args, Mapping):
+        return _values_in(list(args.values()))
+    return [x for each in args for x in _values_in(each)] if isinstance(args, (list, tuple)) else [args]
+
+
+def _view(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> Value:
+    """Elements stay in their order, so that pieces stay apart wherever the new shape has a dim of whole pieces."""
+    x, shape, cut = args[0], shape_of(node), builder.wanted.get(node)
+    if cut is None and isinstance(x, Apart):
+        cut = cut_in_view(x.shape, x.cut, shape)
+    if cut is None:
+        return builder.reshaped(node, node_of(x), shape)
+    return builder.apart(node, aten.reshape.default, (node_of(x), list(cut_shape(shape, *cut))), cut)
+
+
+def _permute(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> Value | None:
+    x = args[0]
+    if not isinstance(x, Apart):
+        return None
+    order = _order(node)
+    dims = [i for dim in order for i in x.both(dim)]
+    return builder.apart(node, aten.permute.default, (x.node, dims), (x.num, order.index(x.at) - len(order)))
+
+
+def _order(node: Node) -> list[int]:
+    """The order of dims that a node gives."""
+    _, *rest = args_of(node)
+    ndim = len(shape_of(node))
+    if aten_name(node) == "permute":
+        return [dim % ndim for dim in rest[0]]
+    order = list(range(ndim))
+    first, second = (0, ndim - 1) if aten_name(node) == "t" else (dim % ndim for dim in rest)
+    order[first], order[second] = order[second], order[first]
+    return order
+
+
+def _matmul(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> Value | None:
+    left, right = args[:2]
+    dims = [v.dim if isinstance(v, Apart) else None for v in (left, right)]
+    if min(len(shape_of_value(v)) for v in (left, right)) < 2:
+        return None
+    if dims == [-2, None]:
+        return builder.apart(node, ours.einsum.default, _product(left, right, "pij,jk->pik"), left.cut)
+    if dims == [None, -1]:
+        return builder.apart(node, ours.einsum.default, _product(left, right, "ij,jpk->ipk"), right.cut)
+    if dims not in ([-1, None], [None, -2], [-1, -2]):
+        return None
+    num = next(v.num for v in (left, right) if isinstance(v, Apart))
+    both = (builder.as_pieces(node, left, num, -1), builder.as_pieces(node, right, num, -2))
+    return builder.call(node, ours.einsum.default, _product(*both, "ipj,pjk->ik"), shape_of(node), node)
+
+
+def _product(left: Value, right: Value, equation: str) -> tuple[Node, Node, str]:
+    """Arguments of a product of the last dims; the dims before them broadcast."""
+    nodes, (given, result) = (node_of(left), node_of(right)), equation.split("->")
+    inner = given.split(",")
+    batches = [len(shape_of(node)) - len(dims) for node, dims in zip(nodes, inner, strict=True)]
+    letters = "abcdefgh"[: max(batches)]
+    first, second = (letters[len(letters) - n :] + dims for n, dims in zip(batches, inner, strict=True))
+    return *nodes, f"{first},{second}->{letters}{result}"
+
+
+def _addmm(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> Value | None:
+    bias, *factors = args
+    product = None if named else _matmul(builder, node, factors, named)
+    if product is None:
+        return None
+    if isinstance(product, Apart) and len(shape_of_value(bias)) == 1 and product.dim == -1:
+        both = (product.node, builder.as_pieces(node, bias, product.num, -1))
+        return builder.apart(node, aten.add.Tensor, both, product.cut)
+    both = (builder.whole(node, product), builder.whole(node, bias))
+    return builder.call(node, aten.add.Tensor, both, shape_of(node), node)
+
+
+def _tensordot(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> Value | None:
+    *factors, of_x, of_y = args
+    held = [v for v in factors if isinstance(v, Apart)]
+    if len(held) != 1:
+        return None
+    side, (value,) = factors.index(held[0]), held
+    sums = [[dim % len(shape_of_value(v)) for dim in of] for v, of in zip(factors, (of_x, of_y), strict=True)]
+    dim = moved_to(node, args_of(node)[side], value.dim)
+    if value.at in sums[side] or dim is None:
+        return None
+    sums[side] = [i for dim in sums[side] for i in value.both(dim)]
+    return builder.apart(node, node.target, (*map(node_of, factors), *sums), (value.num, dim))
+
+
+def _along_others(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> Value | None:
+    """What looks along other dims, which are its second argument: their numbers alone change."""
+    x, given, *rest = filled(args, None, None)
+    if named or given is None or given == [] or not isinstance(x, Apart):
+        return None
+    dims = [dim % len(x.shape) for dim in (given if isinstance(given, list | tuple) else [given])]
+    dim = moved_to(node, args_of(node)[0], x.dim)
+    if x.at in dims or dim is None:
+        return None
+    new = [i for at in sorted(dims) for i in x.both(at)]
+    return builder.apart(
+        node, node.target, (x.node, new if isinstance(given, list | tuple) else new[0], *rest), (x.num, dim)
+    )
+
+
+def _cut(builder: Builder, node: Node, x: Apart, start: int, stop: int) -> Value:
+    """Some pieces, by their numbers: one is a value by itself."""
+    shape = list(shape_of(x.node))
+    if stop - start == 1:
+        del shape[x.at]
+        return builder.call(node, aten.select.int, (x.node, x.at, start), tuple(shape), x.node)
+    shape[x.at] = stop - start
+    found = builder.call(node, aten.slice.Tensor, (x.node, x.at, start, stop), tuple(shape), x.node)
+    return Apart(found, (*x.shape[: x.at], (stop - start) * x.size, *x.shape[x.at + 1 :]), stop - start, x.dim)
+
+
+def _split(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> list[Value] | None:
+    x, sizes, dim = filled(args, None, None, 0)
+    if not isinstance(x, Apart) or named.get("dim", dim) % len(x.shape) != x.at:
+        return None
+    length = x.shape[x.at]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
+    if any(size % x.size or size == 0 for size in sizes):
+        return None
+    ends = [sum(sizes[: i + 1]) // x.size for i in range(len(sizes))]
+    return [_cut(builder, node, x, start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _slice(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> Value | None:
+    x, dim, start, end, step = filled(args, None, 0, None, None, 1)
+    if named or not isinstance(x, Apart):
+        return None
+    if dim % len(x.shape) != x.at:
+        return _along_others(builder, node, (x, dim, start, end, step), named)
+    start, end, step = slice(start, end, step).indices(x.shape[x.at])
+    aligned = step == 1 and start % x.size == end % x.size == 0 and start < end
+    return _cut(builder, node, x, start // x.size, end // x.size) if aligned else None
+
+
+def _expand(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> Value | None:
+    x = args[0]
+    if not isinstance(x, Apart):
+        return None
+    return builder.apart(node, node.target, (x.node, list(cut_shape(shape_of(node), *x.cut))), x.cut)
+
+
+def _cat(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> Value | None:
+    """Pieces that are put together, stay apart where that is wanted: each is padded to its place among them."""
+    wanted, shape = builder.wanted.get(node), shape_of(node)
+    tensors, dim = filled(args, None, 0)
+    if wanted is None or named.get("dim", dim) % len(shape) != len(shape) + wanted[1]:
+        return None
+    num, at = wanted
+    size, shapes = shape[at] // num, list(map(shape_of_value, tensors))
+    if any(len(own) != len(shape) or own[at] % size or not own[at] for own in shapes):
+        return None
+    pairs = zip(tensors, shapes, strict=True)
+    parts = [builder.as_pieces(node, tensor, own[at] // size, at) for tensor, own in pairs]
+    return builder.apart(node, aten.cat.default, (parts, len(shape) + at), wanted)
+
+
+def _slice_scatter(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> Value | None:
+    """The gradient of a slice, which is zero elsewhere."""
+    wanted, shape = builder.wanted.get(node), shape_of(node)
+    x, part, dim, start, end, step = filled(args, None, None, 0, None, None, 1)
+    if wanted is None or named or dim % len(shape) != len(shape) + wanted[1]:
+        return None
+    num, at = wanted
+    size = shape[at] // num
+    start, end, step = slice(start, end, step).indices(shape[at])
+    if step != 1 or start % size or end % size or start >= end:
+        return None
+    whole, part = builder.as_pieces(node, x, num, at), builder.as_pieces(node, part, (end - start) // size, at)
+    return builder.apart(node, node.target, (whole, part, len(shape) + at, start // size, end // size), wanted)
+
+
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(REDUCTIONS, _along_others),
+    **dict.fromkeys(TURNS, _permute),
+    **dict.fromkeys(PRODUCTS, _matmul),
+    **dict.fromkeys(("split", "split_with_sizes"), _split),
+    "addmm": _addmm,
+    "tensordot": _tensordot,
+    "slice": _slice,
+    "select": _along_others,
+    "expand": _expand,
+    "cat": _cat,
+    "slice_scatter": _slice_scatter,
+}
