@@ -318,9 +318,10 @@ def test_a_parameter_in_no_group_stays_as_it_is(caplog: pytest.LogCaptureFixture
     assert not torch.equal(out.head.weight, model.head.weight)
 
 
-def test_the_proof_compares_with_torchs_own_step() -> None:
+@pytest.mark.parametrize("kind", [optim.NAdam, optim.Adam])
+def test_the_proof_compares_with_torchs_own_step(kind: Any) -> None:
     model = Net()
-    optimizer = optim.NAdam(decayed(model), lr=1e-2)
+    optimizer = kind(decayed(model), lr=1e-2, weight_decay=0.5, decoupled_weight_decay=True)
     step = step_of(model, loss_fn, optimizer, mesh=(2, 1), clip_grad_norm=0.1)
     state = step.init(seed=0)
     for batch in batches(2):
@@ -358,6 +359,10 @@ def test_groups_that_change_are_refused() -> None:
     step = step_of(model, loss_fn, optimizer, mesh=(1, 1))
     state = step.init(seed=0)
     optimizer.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(ValueError, match="have changed since the step was made"):
+        step(state, batches(1)[0])
+    optimizer.param_groups[0]["momentum"] = 0
+    optimizer.param_groups[0]["params"].reverse()
     with pytest.raises(ValueError, match="have changed since the step was made"):
         step(state, batches(1)[0])
 

@@ -58,6 +58,7 @@ def _named(code: CodeType) -> _Named:
     modules = {i.argval for i in read if i.opname == "IMPORT_NAME"}
     if not _GETS_ANY.isdisjoint(names | globals_):
         names |= _words(code.co_consts)
+    globals_ |= _words(code.co_consts) if "globals" in globals_ else set()
     inner = [_named(const) for const in code.co_consts if isinstance(const, CodeType)]
     return _Named(
         frozenset(globals_).union(*(found.globals for found in inner)),

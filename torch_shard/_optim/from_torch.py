@@ -151,7 +151,7 @@ class TorchOptimizer:
     def _present_shape(self) -> list[tuple[object, ...]]:
         groups = self.optimizer.param_groups
         flags = (frozen_flags(self.rule.flags(group)) for group in groups)
-        return [(id(group["params"]), len(group["params"]), f) for group, f in zip(groups, flags, strict=True)]
+        return [(*map(id, group["params"]), f) for group, f in zip(groups, flags, strict=True)]
 
     def read(self) -> dict[str, float]:
         """Read the numbers of the parameter groups into `inputs`.
@@ -307,8 +307,6 @@ class TorchOptimizer:
             {**group, "params": [copies[name] for name in members if name in copies]}
             for group, members in zip(self.optimizer.param_groups, self._members, strict=True)
         ]
-        if type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW):
-            groups = [{k: v for k, v in group.items() if k != "decoupled_weight_decay"} for group in groups]
         kind: Any = type(self.optimizer)
         other = kind(groups)
         found = self.state_dict(state)["state"]

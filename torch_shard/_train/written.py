@@ -76,7 +76,7 @@ class Entries:
 
     def __init__(self, model: torch.nn.Module, held: Holdings) -> None:
         self._names = {id(tensor): name for name, tensor in held.all.items()}
-        places = [place for place in entry_places(model) if id(place[2]) in self._names]
+        places = [place for place in entry_places(model) if place[2] is None or id(place[2]) in self._names]
         self._gets = [(getattr(entries, "get", functools.partial(_get, entries)), key) for entries, key, _ in places]
         self._tensors = [tensor for _, _, tensor in places]
         self._contents: dict[str, tuple[torch.Tensor, Contents]] = {}
@@ -84,16 +84,16 @@ class Entries:
 
     def note(self, names: Iterable[str]) -> None:
         """Take the values that these have now for what they are to have."""
-        tensors = {self._names[id(tensor)]: tensor for tensor in self._tensors}
+        tensors = {self._names[id(tensor)]: tensor for tensor in self._tensors if tensor is not None}
         self._contents |= {name: (tensors[name], Contents(tensors[name])) for name in names if name in tensors}
 
     def replaced(self) -> list[str]:
-        """The names under which there are other tensors now, or none."""
+        """The names under which there are other tensors now, or none, or some where there was none."""
         found = [get(key) for get, key in self._gets]
         if all(map(operator.is_, found, self._tensors)):
             return []
-        pairs = zip(self._tensors, found, strict=True)
-        return [self._names[id(tensor)] for tensor, now in pairs if now is not tensor]
+        pairs = zip(self._tensors, found, self._gets, strict=True)
+        return [self._names.get(id(tensor), key) for tensor, now, (_, key) in pairs if now is not tensor]
 
     def written(self) -> list[str]:
         """The names of those with other values now."""
