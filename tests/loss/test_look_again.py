@@ -139,6 +139,19 @@ def test_entries_that_are_replaced_or_buffers_that_are_written_are_refused() -> 
     assert not np.asarray(step.init().params["0.weight"]).any()
 
 
+def test_data_of_what_is_closed_over_is_not_set_in_a_loss() -> None:
+    last = torch.zeros(8, 4)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        found = (model(x) - last).square().mean()
+        last.data = model(x).detach()
+        return found
+
+    step = sgd_step(nn.Linear(4, 4), loss)
+    with pytest.raises(NotImplementedError, match="writes in place to tensors that it closes over"):
+        step(step.init(), X)
+
+
 def test_entries_that_come_where_there_were_none_are_refused() -> None:
     model = nn.Linear(4, 4)
     model.register_buffer("scale", None)

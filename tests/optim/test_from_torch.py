@@ -201,6 +201,8 @@ def test_a_parameter_that_no_step_has_reached_has_no_state_also_in_another_proce
     made = [step_of(model, lambda m, x: mean_square(m.first, x), make(model.parameters())) for _ in range(2)]
     state, _ = made[0](made[0].init(), x)
     assert sorted(made[1].export_optimizer(state)["state"]) == [0, 1]  # of first; made[1] has compiled nothing
+    turned = make([{"params": [p]} for p in [*model.parameters()][::-1]])
+    assert sorted(step_of(model, optimizer=turned).export_optimizer(state)["state"]) == [2, 3]  # by name
     reaching = step_of(model, optimizer=make(model.parameters()))
     for _ in range(2):  # and then begins at step 0
         state, _ = reaching(state, x)
