@@ -1,6 +1,7 @@
 """Python values outside of the model that a loss reads: a change between steps is seen, one by the loss is refused."""
 
 import array
+import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -323,7 +324,40 @@ def closures() -> dict[str, Callable[[], tuple[nn.Module, Any, Callable[[], None
         proxy = types.MappingProxyType(held)
         return nn.Linear(8, 8), times(lambda: proxy["scale"]), lambda: held.__setitem__("scale", 3.0)
 
-    made = (many_weights, dispatched_function, replaced_function, replaced_code)
+    def other_object_of_the_model() -> Any:
+        model = Deep()
+        return model, plain, lambda: setattr(model, "cfg", Plain(depth=Plain(x=Plain(y=3.0))))
+
+    def nothing_of_the_model() -> Any:
+        model: Any = nn.Linear(8, 8)
+        model.scale = None
+
+        def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+            return plain(model, batch) * (model.scale or 1)
+
+        return model, loss, lambda: setattr(model, "scale", 3.0)
+
+    def attribute_of_a_function() -> Any:
+        def current() -> float:
+            return current.scale  # pyright: ignore
+
+        current.scale = 1.0
+        return nn.Linear(8, 8), times(current), lambda: setattr(current, "scale", 3.0)
+
+    def list_of_a_library() -> Any:
+        held = collections.UserList([1.0])
+        return nn.Linear(8, 8), times(lambda: held[0]), lambda: held.__setitem__(0, 3.0)
+
+    def bytes_in_place() -> Any:
+        held = bytearray(b"\x01")
+        return nn.Linear(8, 8), times(lambda: held[0]), lambda: held.__setitem__(0, 3)
+
+    def dict_of_globals() -> Any:
+        return nn.Linear(8, 8), times(lambda: globals()["FACTOR"]), lambda: globals().__setitem__("FACTOR", 3.0)
+
+    made = (other_object_of_the_model, nothing_of_the_model, attribute_of_a_function, list_of_a_library)
+    made += (bytes_in_place, dict_of_globals)
+    made += (many_weights, dispatched_function, replaced_function, replaced_code)
     made += (closure_of_a_called_function, returned_object, numpy_array, attribute_of_a_class)
     made += (object_of_the_model, swapped_submodule, appended_submodule, forward_of_an_instance)
     made += (absent_attribute, absent_attribute_of_the_model, absent_global, named_like_a_global, forward_of_a_class)

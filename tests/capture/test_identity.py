@@ -1,6 +1,7 @@
 """Parameters that the user's code knows by identity: refused, as others are in their places in a capture."""
 
 import enum
+import operator
 import types
 from collections.abc import Callable
 from typing import Any
@@ -57,6 +58,11 @@ def by_is(model: nn.Module) -> Any:
     return lambda m, x: penalty(m, x, lambda p: p is not skip)
 
 
+def by_operator(model: nn.Module) -> Any:
+    skip = model.weight
+    return lambda m, x: penalty(m, x, lambda p: operator.is_not(p, skip))
+
+
 def by_is_in_a_list(model: nn.Module) -> Any:
     skips = [model.weight]
     return lambda m, x: penalty(m, x, lambda p: all(p is not skip for skip in skips))
@@ -84,6 +90,7 @@ CASES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "key of a proxy": (by_key_of_a_proxy, r"  factors has as keys or elements weight, bias\n"),
     "subscript": (by_subscript, r"  factors has as keys or elements weight, bias\n"),
     "is": (by_is, r"test_identity\.py\", line \d+, .*skip\)\n  compares by identity, and skip has weight\n"),
+    "operator": (by_operator, r"  compares by identity, and skip has weight\n"),
     "is, of a list": (by_is_in_a_list, r"  compares by identity, and skips has weight\n"),
     "id within": (by_id_within, r"  compares by identity, and skips has weight\n"),
     "attribute": (Criterion, r"  Criterion\.ids has the id\(\) of weight, bias\n"),

@@ -107,6 +107,15 @@ def test_an_error_of_a_callback_ends_the_run_and_the_state_is_saved(tmp_path):
     assert ts.Checkpointer(tmp_path).steps() == [2]
 
 
+def test_another_state_of_a_callback_is_refused():
+    class Sets(ts.Callback):
+        def on_step(self, run):
+            run.state = run.step.init()
+
+    with pytest.raises(ValueError, match=r"on_step of the callback .*Sets has set run\.state"):
+        ts.fit(make(), None, DATA, steps=2, callbacks=[Sets()], progress=False)
+
+
 def test_a_profile_is_written(tmp_path):
     profile = ts.Profile(tmp_path, start=1, num_steps=1)
     ts.fit(make(), None, DATA, steps=3, callbacks=[profile], progress=False)

@@ -108,6 +108,23 @@ def test_a_row_ends_with_eos_and_is_padded(llama):
     assert of_ours(llama, **options).tolist() == of_hf(llama, **options).tolist()
 
 
+def test_tokens_of_a_model_with_other_tensors_are_its_own():
+    model = decoder(hf.LlamaConfig(**LLAMA | {"num_hidden_layers": 1}))
+    before = of_ours(model)
+    model.lm_head.weight = torch.nn.Parameter(-model.lm_head.weight.detach())
+    assert of_ours(model).tolist() == of_hf(model).tolist() != before.tolist()
+
+
+def test_what_nothing_says_is_as_in_transformers(llama):
+    found = of_ours(llama, attention_mask=None)
+    assert found.tolist() == of_ours(llama).tolist()
+    hot = {"do_sample": True, "temperature": 1e6}
+    assert torch.equal(of_ours(llama, **hot), of_ours(llama, **hot, top_k=50))
+    assert not torch.equal(of_ours(llama, **hot), of_ours(llama, **hot, top_k=64))
+    with pytest.raises(ValueError, match=r"it is 0 where pad_token_id is"):
+        of_ours(llama, attention_mask=None, pad_token_id=33)
+
+
 def test_draws_are_repeatable_and_top_k_of_one_is_greedy(llama):
     assert torch.equal(of_ours(llama, do_sample=True, top_k=1), of_ours(llama))
     hot = [of_ours(llama, do_sample=True, temperature=50.0, seed=seed) for seed in (0, 0, 1)]

@@ -88,10 +88,13 @@ def test_a_generator_that_a_model_holds_is_refused_however_rarely_it_matters(dra
         step(step.init(), X)
 
 
+@pytest.mark.parametrize("read", [torch.mean, lambda t: t.mean().item()])
 @pytest.mark.parametrize("write", [lambda t: t.data.mul_(0.5), lambda t: np.multiply(t.numpy(), 0.5, t.numpy())])
-def test_tensors_that_are_closed_over_are_read_anew(write: Callable[[torch.Tensor], object]) -> None:
+def test_tensors_that_are_closed_over_are_read_anew(
+    write: Callable[[torch.Tensor], object], read: Callable[[torch.Tensor], Any]
+) -> None:
     teacher = torch.linspace(0, 1, 4096).reshape(1024, 4)
-    step = sgd_step(nn.Linear(4, 4), lambda m, x: (m(x) * 0 + teacher.mean()).mean())
+    step = sgd_step(nn.Linear(4, 4), lambda m, x: (m(x) * 0 + read(teacher)).mean())
     state, found = step.init(), []
     for _ in range(3):
         state, metrics = step(state, X)
@@ -101,6 +104,7 @@ def test_tensors_that_are_closed_over_are_read_anew(write: Callable[[torch.Tenso
 
 
 ADAPTERS = [ts.jax_jit, ts.jax_grad, ts.jax_value_and_grad, lambda f: ts.jax_grad(ts.jax_jit(f))]
+ADAPTERS += [lambda f: ts.jax_jit(ts.jax_vmap(f))]
 
 
 @pytest.mark.parametrize("adapt", ADAPTERS)
@@ -133,6 +137,29 @@ def test_entries_that_are_replaced_or_buffers_that_are_written_are_refused() -> 
     with pytest.raises(ValueError, match=r"0\.weight of the model was replaced since"):
         step(state, X)
     assert not np.asarray(step.init().params["0.weight"]).any()
+
+
+def test_data_of_what_is_closed_over_is_not_set_in_a_loss() -> None:
+    last = torch.zeros(8, 4)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        found = (model(x) - last).square().mean()
+        last.data = model(x).detach()
+        return found
+
+    step = sgd_step(nn.Linear(4, 4), loss)
+    with pytest.raises(NotImplementedError, match="writes in place to tensors that it closes over"):
+        step(step.init(), X)
+
+
+def test_entries_that_come_where_there_were_none_are_refused() -> None:
+    model = nn.Linear(4, 4)
+    model.register_buffer("scale", None)
+    step = sgd_step(model, lambda m, x: (m(x) * (m._buffers["scale"] or 1)).square().mean())
+    state, _ = step(step.init(), X)
+    model._buffers["scale"] = torch.zeros(())
+    with pytest.raises(ValueError, match=r"scale of the model was replaced since"):
+        step(state, X)
 
 
 class MakesModules(nn.Module):

@@ -1,5 +1,7 @@
 """The compiler is asked: what it has, and what is right on this machine."""
 
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -45,6 +47,24 @@ def test_without_any_way_the_version_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(MODULE, "_WAYS", (NO_OPTION,))
     with pytest.raises(NotImplementedError, match=r"pads the sum of two slices wrong on this machine.*another version"):
         safe_pads()
+
+
+OF_EXPS = """
+import optax, torch, torch_shard as ts
+from jax.sharding import PartitionSpec as P
+loss = lambda model, x: (-x).exp().float().sum() + 0 * model.weight.sum()
+step = ts.make_train_step(
+    torch.nn.Linear(4, 4), loss, optax.sgd(0.0), mesh=ts.make_mesh(batch=1), plan=ts.ShardingPlan({}, default=P())
+)
+x = torch.ones(1 << 16, dtype=torch.bfloat16)
+found, wanted = float(step(step.init(), x)[1]["loss"]), (-x).exp().float().sum().item()
+assert abs(found - wanted) < 1e-2 * wanted, (found, wanted)
+"""
+
+
+def test_sums_of_many_exponentials_of_bfloat16_are_right_without_the_flags_of_the_tests() -> None:
+    done = subprocess.run([sys.executable, "-c", OF_EXPS], env={**os.environ, "XLA_FLAGS": ""}, capture_output=True)
+    assert not done.returncode, done.stderr.decode()
 
 
 def test_on_tpus_collectives_are_whole_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

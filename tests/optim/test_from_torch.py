@@ -201,6 +201,8 @@ def test_a_parameter_that_no_step_has_reached_has_no_state_also_in_another_proce
     made = [step_of(model, lambda m, x: mean_square(m.first, x), make(model.parameters())) for _ in range(2)]
     state, _ = made[0](made[0].init(), x)
     assert sorted(made[1].export_optimizer(state)["state"]) == [0, 1]  # of first; made[1] has compiled nothing
+    turned = make([{"params": [p]} for p in [*model.parameters()][::-1]])
+    assert sorted(step_of(model, optimizer=turned).export_optimizer(state)["state"]) == [2, 3]  # by name
     reaching = step_of(model, optimizer=make(model.parameters()))
     for _ in range(2):  # and then begins at step 0
         state, _ = reaching(state, x)
@@ -318,9 +320,10 @@ def test_a_parameter_in_no_group_stays_as_it_is(caplog: pytest.LogCaptureFixture
     assert not torch.equal(out.head.weight, model.head.weight)
 
 
-def test_the_proof_compares_with_torchs_own_step() -> None:
+@pytest.mark.parametrize("kind", [optim.NAdam, optim.Adam])
+def test_the_proof_compares_with_torchs_own_step(kind: Any) -> None:
     model = Net()
-    optimizer = optim.NAdam(decayed(model), lr=1e-2)
+    optimizer = kind(decayed(model), lr=1e-2, weight_decay=0.5, decoupled_weight_decay=True)
     step = step_of(model, loss_fn, optimizer, mesh=(2, 1), clip_grad_norm=0.1)
     state = step.init(seed=0)
     for batch in batches(2):
@@ -358,6 +361,10 @@ def test_groups_that_change_are_refused() -> None:
     step = step_of(model, loss_fn, optimizer, mesh=(1, 1))
     state = step.init(seed=0)
     optimizer.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(ValueError, match="have changed since the step was made"):
+        step(state, batches(1)[0])
+    optimizer.param_groups[0]["momentum"] = 0
+    optimizer.param_groups[0]["params"].reverse()
     with pytest.raises(ValueError, match="have changed since the step was made"):
         step(state, batches(1)[0])
 

@@ -186,6 +186,18 @@ def test_a_proof_an_evaluation_and_a_batch_that_was_put_ahead() -> None:
         assert float(metrics["loss"]) == pytest.approx(wanted, rel=1e-5)
 
 
+def test_a_program_that_comes_later_asks_a_batch_that_was_put_ahead() -> None:
+    asks = {"now": False}
+    step = step_of(net(), lambda model, x: model(x).square().mean() * (float(x.max()) if asks["now"] else 1.0))
+    x = torch.ones(8, 6)
+    state, first = step(step.init(), x)
+    buffer = torch.ones(8, 6)
+    ahead, asks["now"] = step.put(buffer), True
+    buffer.fill_(9.0)
+    wanted = float(step.evaluation()(state, x)["loss"])
+    assert float(step(state, ahead)[1]["loss"]) == pytest.approx(wanted, rel=1e-5) != float(first["loss"])
+
+
 def test_a_value_may_come_as_an_array_or_a_number() -> None:
     def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return model(batch["x"])[:, : int(batch["kept"])].square().sum() / batch["sizes"].sum().item()

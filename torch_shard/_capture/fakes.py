@@ -153,15 +153,16 @@ def _is_of_capture(mode: FakeTensorMode, tensor: torch.Tensor) -> bool:
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """`tensor.data = value`: from now on `tensor` is another name of `value`; earlier views of it are not.
 
-    An input of the capture is written instead, so that its new value comes out.
+    An input of the capture, or what it closes over, is written instead, so that its new value comes out or is refused.
     """
     node: torch.fx.Node | None = node_of(tensor)
     mode: Any = get_proxy_mode()
-    if _is_input(node):
+    if node is None or _is_input(node):
         if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
             raise NotImplementedError(
-                f"{current_user_line()}\n.data of an input or a parameter, {tuple(tensor.shape)} {tensor.dtype}, is "
-                f"set to {tuple(value.shape)} {value.dtype}, but a compiled program keeps shapes and dtypes."
+                f"{current_user_line()}\n.data of an input, a parameter or a tensor from outside, "
+                f"{tuple(tensor.shape)} {tensor.dtype}, is set to {tuple(value.shape)} {value.dtype}, but a "
+                "compiled program keeps shapes and dtypes."
             )
         tensor.data.copy_(value)
         return

@@ -253,7 +253,8 @@ class HostPart:
             if not question.fits(answer):
                 return self._mismatch(question, answer, inputs)
             found += [] if question.given is None else torch_pytree.tree_leaves(answer)
-        self._last = None if self.reads_batch else (seen, found)
+        is_state_alone = all(isinstance(source, str) for source in self.sources.values())
+        self._last = (seen, found) if is_state_alone else None  # others are written by NumPy, too
         return found
 
     def _answers(self, values: Mapping[Node, torch.Tensor]) -> Iterator[tuple[Question, PyTree]]:

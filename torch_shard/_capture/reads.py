@@ -58,6 +58,7 @@ def _named(code: CodeType) -> _Named:
     modules = {i.argval for i in read if i.opname == "IMPORT_NAME"}
     if not _GETS_ANY.isdisjoint(names | globals_):
         names |= _words(code.co_consts)
+    globals_ |= _words(code.co_consts) if "globals" in globals_ else set()
     inner = [_named(const) for const in code.co_consts if isinstance(const, CodeType)]
     return _Named(
         frozenset(globals_).union(*(found.globals for found in inner)),
@@ -282,6 +283,7 @@ def compared_line(code: CodeType, variables: dict[str, Any]) -> str | None:
         before: list[dis.Instruction] = []
         for found in dis.get_instructions(part):
             is_asked = found.opname == "LOAD_GLOBAL" and found.argval == "id" and "id" not in variables
+            is_asked |= found.opcode in dis.hasname and found.argval in ("is_", "is_not")  # of the module operator
             if is_asked or (found.opname == "IS_OP" and _may_be_tensor(before, variables)):
                 line = found.positions and found.positions.lineno
                 return describe(traceback.FrameSummary(part.co_filename, line or 0, part.co_name))

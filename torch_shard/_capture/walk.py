@@ -12,7 +12,7 @@ import itertools
 import operator
 import sys
 import types
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -101,7 +101,7 @@ class Walk:
         self._iterables: list[Any] = []
         self._items: list[object] = []
         self._lengths: list[int] = []
-        self.arrays: list[tuple[str, np.ndarray | array.array[Any], bytes | None]] = []
+        self.arrays: list[tuple[str, np.ndarray | array.array[Any] | bytearray, bytes | None]] = []
         """NumPy arrays with their names, and their contents; without, if they are too large."""
 
     def root(self, root: Root) -> None:
@@ -121,7 +121,7 @@ class Walk:
                 and not any(self._empty)
                 and list(map(len, self._iterables)) == self._lengths
                 and all(map(operator.is_, itertools.chain.from_iterable(self._iterables), self._items))
-                and all(content is None or held.tobytes() == content for _, held, content in self.arrays)
+                and all(content is None or _bytes_of(held) == content for _, held, content in self.arrays)
             )
         except (ValueError, RuntimeError):  # a cell that is empty now; a container that another thread changes
             return False
@@ -148,9 +148,9 @@ class Walk:
         self._seen[id(value), names] = value
         if isinstance(value, np.ndarray):
             self._array(name, value)
-        elif isinstance(value, array.array):
-            self.arrays.append((name, value, content := value.tobytes()))
-            self.values.append((name, (array.array, value.typecode, content)))
+        elif isinstance(value, (array.array, bytearray)):
+            self.arrays.append((name, value, content := _bytes_of(value)))
+            self.values.append((name, (type(value), getattr(value, "typecode", ""), content)))
         elif _is_collection(value):
             self._collection(name, value, names)
             if hasattr(value, "__dict__"):  # of a subclass, such as a dict that is read by attributes
@@ -166,6 +166,7 @@ class Walk:
                     self._slot(value, "__code__", f"{name}()", names)
                 for part in ("__defaults__", "__kwdefaults__"):
                     self._slot(value, part, f"a default of {name}()", names)
+                self._attributes(name, vars(value), sorted(names or ()), names)
         elif isinstance(value, types.ModuleType):
             if names is not None and _is_own(value):
                 self._attributes(name, vars(value), sorted(names), names)
@@ -185,11 +186,12 @@ class Walk:
             self._attributes(name, held, sorted(read), names)
         if names is None:
             return
+        names_held = {*held}
         if isinstance(value, nn.Module) and isinstance(value._modules, dict):
             self._attributes(name, value._modules, sorted(names & value._modules.keys()), names)
             plain = _OF_TORCH.union(HOOKS)
-            held = {key: inner for key, inner in held.items() if key not in plain and _is_composite(inner)}
-        self._attributes(name, held, sorted(names & held.keys()), names)
+            names_held = {key for key, inner in held.items() if key not in plain and _is_followed(inner)}
+        self._attributes(name, held, sorted(names & names_held), names)
         self._of_class(name, value, names)
 
     def _of_class(self, name: str, value: Any, names: Names) -> None:
@@ -248,9 +250,13 @@ class Walk:
             self.too_large.append(f"{name} (a NumPy array of {value.nbytes:,} bytes)")
             self.values.append((name, Leaf(value)))
             return
-        content = value.tobytes()
+        content = _bytes_of(value)
         self.arrays.append((name, value, content))
         self.values.append((name, (np.ndarray, value.shape, value.dtype.str, content)))
+
+
+def _bytes_of(held: "np.ndarray | array.array[Any] | bytearray") -> bytes:
+    return bytes(held) if isinstance(held, bytearray) else held.tobytes()
 
 
 def first_difference(before: list[tuple[str, Hashable]], now: list[tuple[str, Hashable]]) -> str | None:
@@ -262,11 +268,12 @@ def first_difference(before: list[tuple[str, Hashable]], now: list[tuple[str, Ha
     return None
 
 
-def _is_composite(value: object) -> bool:
-    """Tell whether a value is more than itself: its contents are compared."""
+def _is_followed(value: object) -> bool:
+    """Tell whether a value is more than itself, so that its contents are compared; or not there yet."""
     plain = (*_PLAIN, torch.Tensor, *FUNCTIONS, nn.Module)
-    return not isinstance(value, plain) and (
-        isinstance(value, (np.ndarray, functools.partial)) or _is_collection(value) or hasattr(value, "__dict__")
+    return value is None or (
+        not isinstance(value, plain)
+        and (isinstance(value, (np.ndarray, functools.partial)) or _is_collection(value) or hasattr(value, "__dict__"))
     )
 
 
@@ -290,10 +297,10 @@ def _is_collection(value: object) -> bool:
 def _is_whole(value: object) -> bool:
     """Tell whether the code of a library reads a value, so that all of it is compared.
 
-    It is a mapping that is no dict, as settings are, or an object of torch that is made of settings.
+    It is a container that is none of Python's own, as settings are, or an object of torch that is made of settings.
     """
-    is_mapping = isinstance(value, Mapping) and not isinstance(value, _DICTS)
-    return is_mapping or type(value).__module__.startswith(("torch.distributions.", "torch.optim.lr_scheduler"))
+    is_container = isinstance(value, (Mapping, Sequence, Set)) and not isinstance(value, _COLLECTIONS)
+    return is_container or type(value).__module__.startswith(("torch.distributions.", "torch.optim.lr_scheduler"))
 
 
 def _is_descriptor(found: object) -> bool:

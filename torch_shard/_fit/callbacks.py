@@ -332,8 +332,14 @@ class Callbacks:
 
     def tell(self, what: str, *args: object) -> None:
         """Call a method of each."""
-        for each in self._all.values():
+        state = self.run.state
+        for name, each in self._all.items():
             getattr(each, what)(self.run, *args)
+            if self.run.state is not state:
+                raise ValueError(
+                    f"fit: {what} of the callback {name} has set run.state, which the run would not follow. Stop it "
+                    "(run.stop), and call fit again with the other state."
+                )
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """What a resumed run is to know, by class and name."""

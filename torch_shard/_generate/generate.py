@@ -19,13 +19,15 @@ from torch_shard._device import put
 from torch_shard._generate.decode import Decode, Loop, Prefill
 from torch_shard._generate.sample import Sampling
 from torch_shard._generate.settings import check_settings, setting
-from torch_shard._sharding import ShardingPlan, make_mesh
+from torch_shard._sharding import ShardingPlan, holdings, make_mesh
 from torch_shard._state import TrainState, check_state
 from torch_shard._train import Step, StepOptions
 
 _OF_STEPS = weakref.WeakKeyDictionary[Step, tuple[Prefill, Decode]]()
 
 _LAYERS = ("full_attention", "sliding_attention")
+
+_TOP_K = 50  # of transformers, where neither the call nor the config says one
 
 
 @near_misses
@@ -60,11 +62,13 @@ def generate(
         state: A state of the step, which is only read; by default the present values of the model, which are then put
             on the mesh at each call.
         max_new_tokens: At most so many tokens follow the prompts.
-        attention_mask: (batch, time), 0 where a prompt is padded. By default all tokens count.
+        attention_mask: (batch, time), 0 where a prompt is padded. By default where it has the padding token, as in
+            transformers, if there is one that does not end a row.
         do_sample: Draw tokens by their probabilities, instead of taking the most probable. This and the following
             numbers are by default those of the model's `generation_config`.
         temperature: Logits are divided by it before tokens are drawn; 1 where nothing says otherwise.
-        top_k: Draw from so many most probable tokens; from all where nothing says otherwise.
+        top_k: Draw from so many most probable tokens; from 50 where nothing says otherwise, as in transformers, and
+            from all where the config has 0.
         top_p: Draw from the fewest most probable tokens that have this probability together; from all likewise.
         eos_token_id: Token, or tokens, that end a row; by default that of the model's `generation_config`.
         pad_token_id: Token that follows in rows that have ended; by default that of the model's `generation_config`,
@@ -90,7 +94,8 @@ def generate(
     """
     model = model_or_step.model if isinstance(model_or_step, Step) else model_or_step
     _check_model(model)
-    mask = _check_prompt(model, input_ids, attention_mask)
+    stops, pad, is_padded = _ends(model, eos_token_id, pad_token_id)
+    mask = _check_prompt(model, input_ids, attention_mask, pad if is_padded else None)
     check_count("max_new_tokens", max_new_tokens)
     check_kind("do_sample", do_sample, bool | None)
     config = getattr(model, "generation_config", None)
@@ -101,7 +106,7 @@ def generate(
             setting(config, name, given)
             for name, given in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p))
         )
-        top_k = None if asked_k is None and not top_k else top_k  # of a config, 0 is all
+        top_k = _TOP_K if top_k is None else None if asked_k is None and not top_k else top_k  # of a config, 0 is all
     temperature = 1.0 if temperature is None else temperature
     _check_sampling(temperature, top_k, top_p)
     check_seed(seed)
@@ -110,7 +115,6 @@ def generate(
     if state is None:
         state = prefill.init()
     check_state(state)
-    stops, pad = _ends(model, eos_token_id, pad_token_id)
 
     ids, mask, num_new = _in_buckets(input_ids, mask, int(max_new_tokens), pad)
     num_slots = ids.shape[1]
@@ -160,7 +164,7 @@ def _power_of_two(number: int) -> int:
 
 def _programs(model_or_step: Any, mesh: Mesh | None, plan: ShardingPlan | None) -> tuple[Prefill, Decode]:
     if not isinstance(model_or_step, Step):
-        return _of_model(model_or_step, mesh, _Same(plan))
+        return _of_model(model_or_step, mesh, _Same(plan), _tensors_of(model_or_step))
     if mesh is not None or plan is not None:
         raise ValueError(f"{caller()}: a step has its own mesh and plan; give mesh= and plan= with a model alone.")
     found = _OF_STEPS.get(model_or_step)
@@ -184,8 +188,13 @@ class _Same:
         return id(self.plan)
 
 
+def _tensors_of(model: torch.nn.Module) -> tuple[object, ...]:
+    """Which parameters and buffers a model has: with others it needs other programs."""
+    return tuple((name, id(t), t.shape, t.dtype, t.requires_grad) for name, t in holdings(model).all.items())
+
+
 @functools.lru_cache(maxsize=2)
-def _of_model(model: Any, mesh: Mesh | None, plan: _Same) -> tuple[Prefill, Decode]:
+def _of_model(model: Any, mesh: Mesh | None, plan: _Same, tensors: tuple[object, ...]) -> tuple[Prefill, Decode]:
     where = make_mesh(batch=1) if mesh is None else mesh
     how = ShardingPlan({}, default=PartitionSpec()) if plan.plan is None else plan.plan
     return _made(model, StepOptions(mesh=where, plan=how, scan_layers=False))
@@ -213,7 +222,7 @@ def _check_model(model: Any) -> None:
     check_settings(getattr(model, "generation_config", None))
 
 
-def _check_prompt(model: Any, ids: object, mask: object) -> torch.Tensor:
+def _check_prompt(model: Any, ids: object, mask: object, padding: int | None) -> torch.Tensor:
     if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32) or ids.ndim != 2:
         found = f"{tuple(ids.shape)} {ids.dtype}" if isinstance(ids, torch.Tensor) else type(ids).__name__
         raise TypeError(f"{caller()}: input_ids must be an int64 tensor (batch, time), got {found}.")
@@ -225,7 +234,7 @@ def _check_prompt(model: Any, ids: object, mask: object) -> torch.Tensor:
             f"{caller()}: input_ids must be from 0 to {size - 1}, got {int(ids.min())} to {int(ids.max())}."
         )
     if mask is None:
-        return torch.ones_like(ids)
+        mask = torch.ones_like(ids) if padding is None else ids != padding
     if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
         found = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise ValueError(f"{caller()}: attention_mask must be {tuple(ids.shape)} as input_ids is, got {found}.")
@@ -236,8 +245,9 @@ def _check_prompt(model: Any, ids: object, mask: object) -> torch.Tensor:
         or not counts[:, -1].all()
     ):
         raise ValueError(
-            f"{caller()}: attention_mask must be 0 where a row begins with padding and then 1 to its end. Pad on the "
-            'left: tokenizer(..., padding=True) with tokenizer.padding_side = "left".'
+            f"{caller()}: attention_mask must be 0 where a row begins with padding and then 1 to its end (without one, "
+            "it is 0 where pad_token_id is). Pad on the left: tokenizer(..., padding=True) with "
+            'tokenizer.padding_side = "left".'
         )
     return counts
 
@@ -265,10 +275,11 @@ def _check_length(model: Any, length: int) -> None:
         )
 
 
-def _ends(model: Any, eos: Any, pad: Any) -> tuple[list[int], int]:
-    """Tokens that end a row, and the one that follows."""
+def _ends(model: Any, eos: Any, pad: Any) -> tuple[list[int], int, bool]:
+    """Tokens that end a row, the one that follows, and whether that one stands for padding in prompts, too."""
     settings = getattr(model, "generation_config", None)
     eos = setting(settings, "eos_token_id", eos)
     stops = [] if eos is None else [int(token) for token in (eos if isinstance(eos, list | tuple) else [eos])]
     pad = setting(settings, "pad_token_id", pad)
-    return stops, int(pad if pad is not None else (stops[0] if stops else 0))
+    is_padded = pad is not None and int(pad) not in stops
+    return stops, int(pad if pad is not None else (stops[0] if stops else 0)), is_padded

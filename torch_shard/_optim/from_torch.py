@@ -31,8 +31,8 @@ class TorchOptState:
     """What an optimizer of torch keeps.
 
     Attributes:
-        taken: Steps taken by each parameter, int32 `(num_params,)`, in the optimizer's order: none while no loss has
-            reached it.
+        taken: Steps taken by each parameter, int32 `(num_params,)`, in the order of their names: none while no loss
+            has reached it.
         kept: Other numbers of each, by torch's name, `(num_params,)`: `mu_product` of NAdam, `eta` of ASGD.
         slots: What is kept for each parameter, by torch's name for it, then by the parameter's: `exp_avg`, ...
     """
@@ -67,7 +67,8 @@ class TorchOptimizer:
         self._members = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
         self._refuse_strangers()
         trained = frozenset(trainable)
-        self._group_of = {n: number for number, own in enumerate(self._members) for n in own if n in trained}
+        groups = ((n, number) for number, own in enumerate(self._members) for n in own if n in trained)
+        self._group_of = dict(sorted(groups))  # another order of the groups takes up the same states
         self._adopted = optimizer.state
         self._flags = [self.rule.flags(group) for group in optimizer.param_groups]
         self._shape = self._present_shape()
@@ -151,7 +152,7 @@ class TorchOptimizer:
     def _present_shape(self) -> list[tuple[object, ...]]:
         groups = self.optimizer.param_groups
         flags = (frozen_flags(self.rule.flags(group)) for group in groups)
-        return [(id(group["params"]), len(group["params"]), f) for group, f in zip(groups, flags, strict=True)]
+        return [(*map(id, group["params"]), f) for group, f in zip(groups, flags, strict=True)]
 
     def read(self) -> dict[str, float]:
         """Read the numbers of the parameter groups into `inputs`.
@@ -307,8 +308,6 @@ class TorchOptimizer:
             {**group, "params": [copies[name] for name in members if name in copies]}
             for group, members in zip(self.optimizer.param_groups, self._members, strict=True)
         ]
-        if type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW):
-            groups = [{k: v for k, v in group.items() if k != "decoupled_weight_decay"} for group in groups]
         kind: Any = type(self.optimizer)
         other = kind(groups)
         found = self.state_dict(state)["state"]

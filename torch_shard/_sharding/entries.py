@@ -248,10 +248,10 @@ def marked_like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return new
 
 
-def entry_places(module: nn.Module) -> list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:
-    """The places of all parameters and buffers, each under all of its names: a dict, the key there, the tensor."""
+def entry_places(module: nn.Module) -> list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]]:
+    """The places of parameters and buffers, each under all of its names: a dict, the key there, the tensor if any."""
     held = [cast(dict[str, torch.Tensor | None], d) for m in module.modules() for d in (m._parameters, m._buffers)]
-    return [(entries, name, tensor) for entries in held for name, tensor in entries.items() if tensor is not None]
+    return [(entries, name, tensor) for entries in held for name, tensor in entries.items()]
 
 
 def mark_parameter(tensor: torch.Tensor) -> None:

@@ -95,7 +95,7 @@ def jax_vmap(
 
         def of_leaves(key: Key, *inputs: jax.Array) -> PyTree:
             args, named = jax.tree.unflatten(tree, inputs[len(values) :])
-            reader = Reader(tensors, inputs[: len(values)], token)
+            reader = Reader(tensors, inputs[: len(values)], token, partial=True)
             with reader.active() if is_read else contextlib.nullcontext():
                 return check_rows(pure(key, *args, **named), out_axes)
 

@@ -197,10 +197,10 @@ class CompiledStep:
             ValueError: It does not divide over the mesh, or the processes do not give one batch together.
         """
         placed = self._put(batch)
-        # The user may write to it until the step runs; what a program asks for is not known before there is one.
-        if not self.programs or any(program.loss.reads_batch for program in self.programs):
-            placed = dataclasses.replace(placed, leaves=tuple(map(own_copy, placed.leaves)))
-        return placed
+        # The user may write to it until the step runs. A program that is yet to come may read it back from the mesh.
+        is_asked = not self.programs or any(program.loss.reads_batch for program in self.programs)
+        leaves = map(own_copy, placed.leaves) if is_asked else placed.arrays
+        return dataclasses.replace(placed, leaves=tuple(leaves))
 
     def _put(self, batch: PyTree, *, only_shapes: bool = False) -> ShardedBatch:
         placed = self._placer.put(batch, only_shapes=only_shapes)

@@ -30,11 +30,12 @@ class ModelTensors:
         self._params = list(held.params.values())
         self._trains = list(map(_REQUIRES_GRAD, self._params))
         names = {id(tensor): name for name, tensor in held.all.items()}
-        places = [place for place in entry_places(model) if id(place[2]) in names]
+        places = [place for place in entry_places(model) if place[2] is None or id(place[2]) in names]
         self._gets = [(getattr(entries, "get", functools.partial(_get, entries)), key) for entries, key, _ in places]
         self._tensors = [tensor for _, _, tensor in places]
-        self._names = [names[id(tensor)] for tensor in self._tensors]
-        self._contents = {name: Contents(t) for name, t in zip(self._names, self._tensors, strict=True)}
+        self._names = [names.get(id(tensor), key) for _, key, tensor in places]
+        pairs = zip(self._names, self._tensors, strict=True)
+        self._contents = {name: Contents(tensor) for name, tensor in pairs if tensor is not None}
 
     def present(self) -> Holdings:
         """The tensors that the model has now, which may stand where others of their shapes stood."""

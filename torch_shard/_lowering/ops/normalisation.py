@@ -90,6 +90,17 @@ def native_layer_norm_backward(grad, x, normalized_shape, mean, rstd, weight, bi
     return _cast(grad_x, x), _cast(grad_weight, weight), _cast(grad_bias, bias)
 
 
+@lowers(aten.native_group_norm.default)
+def native_group_norm(x, weight, bias, rows, channels, inner, groups, eps):
+    compute = x.astype(jnp.promote_types(x.dtype, jnp.float32)).reshape(rows, groups, channels // groups * inner)
+    mean = jnp.mean(compute, 2, keepdims=True)
+    rstd = jax.lax.rsqrt(jnp.mean(jnp.square(compute - mean), 2, keepdims=True) + eps)
+    out = ((compute - mean) * rstd).reshape(rows, channels, inner)
+    out = out if weight is None else out * weight[:, None]
+    out = out if bias is None else out + bias[:, None]
+    return out.reshape(x.shape).astype(x.dtype), mean[..., 0], rstd[..., 0]
+
+
 def _cast(value, like):
     return None if value is None else value.astype(like.dtype)
 
