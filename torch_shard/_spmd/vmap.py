@@ -39,7 +39,7 @@ def vmap_of_arrays(
 
     def backward(arrays: tuple[jax.Array, ...], cotangents: PyTree) -> tuple[jax.Array | None, ...]:
         leaves, tree = jax.tree.flatten(cotangents)
-        axes = tree.flatten_up_to(_spread(out_axes, tree))
+        axes = spread_axes(out_axes, tree)
         given = [leaf.dtype != jax.dtypes.float0 for leaf in leaves]
         wanted = [a is not None and jnp.issubdtype(a.dtype, jnp.inexact) for a in arrays]
         # A result that is not mapped is one for all rows: each has its share of the gradient.
@@ -66,9 +66,7 @@ def _unmap(rows: jax.Array, axis: int | None) -> jax.Array:
     return rows.sum(0) if axis is None else jnp.moveaxis(rows, 0, axis)
 
 
-def _is_axis(value: object) -> bool:
-    return value is None or isinstance(value, int)
-
-
-def _spread(out_axes: PyTree, tree: PyTree) -> PyTree:
-    return jax.tree.broadcast(out_axes, jax.tree.unflatten(tree, range(tree.num_leaves)), is_leaf=_is_axis)
+def spread_axes(axes: PyTree, tree: Any) -> list[int | None]:
+    """Axes that may stand for whole subtrees, as one for each leaf."""
+    leaves = jax.tree.unflatten(tree, range(tree.num_leaves))
+    return tree.flatten_up_to(jax.tree.broadcast(axes, leaves, is_leaf=lambda axis: axis is None))
