@@ -14,12 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 from torch_shard._common.axes import manual_axes
 from torch_shard._common.caller import error_prefix, public
+from torch_shard._common.convert import spread_prefix
 from torch_shard._common.random import Key, fold_axes
 from torch_shard._common.types import Device, PyTree
 from torch_shard._common.validate import as_positions, check_kind
 from torch_shard._interop import CLOSURE, PerClosure, Pure, Reader, adapt, pure_of
 from torch_shard._sharding import as_devices, check_mesh, describe_mesh
-from torch_shard._spmd.vmap import spread_axes, vmap_of_arrays
+from torch_shard._spmd.vmap import vmap_of_arrays
 
 A = ParamSpec("A")
 R = TypeVar("R")
@@ -64,7 +65,7 @@ def jax_vmap(
     def mapped(key: Key, /, *args: PyTree, **named: PyTree) -> PyTree:
         size = _num_rows(fn, in_axes, axis_size, args, named)
         leaves, tree = jax.tree.flatten((args, named))
-        spread = spread_axes((_axes_of(in_axes, len(args)), dict.fromkeys(named, 0)), tree)
+        spread = spread_prefix((_axes_of(in_axes, len(args)), dict.fromkeys(named, 0)), tree)
         tensors, values = CLOSURE.held()
         token, is_read = CLOSURE.token, bool(CLOSURE.readers)
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from torch_shard._common.axes import vjp_of_chosen
+from torch_shard._common.convert import spread_prefix
 from torch_shard._common.types import PyTree
 
 
@@ -39,7 +40,7 @@ def vmap_of_arrays(
 
     def backward(arrays: tuple[jax.Array, ...], cotangents: PyTree) -> tuple[jax.Array | None, ...]:
         leaves, tree = jax.tree.flatten(cotangents)
-        axes = spread_axes(out_axes, tree)
+        axes = spread_prefix(out_axes, tree)
         given = [leaf.dtype != jax.dtypes.float0 for leaf in leaves]
         wanted = [a is not None and jnp.issubdtype(a.dtype, jnp.inexact) for a in arrays]
         # A result that is not mapped is one for all rows: each has its share of the gradient.
@@ -64,9 +65,3 @@ def _pull(
 
 def _unmap(rows: jax.Array, axis: int | None) -> jax.Array:
     return rows.sum(0) if axis is None else jnp.moveaxis(rows, 0, axis)
-
-
-def spread_axes(axes: PyTree, tree: Any) -> list[int | None]:
-    """Axes that may stand for whole subtrees, as one for each leaf."""
-    leaves = jax.tree.unflatten(tree, range(tree.num_leaves))
-    return tree.flatten_up_to(jax.tree.broadcast(axes, leaves, is_leaf=lambda axis: axis is None))
