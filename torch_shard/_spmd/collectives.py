@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeVar, overload
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
 
-from torch_shard._capture import current_mode, current_values
-from torch_shard._common.axes import manual_axes, size_of, tracked_axes, vary
-from torch_shard._common.convert import adopt_torch_nodes
+from torch_shard._capture import current_values
+from torch_shard._common.axes import tracked_axes, vary
 from torch_shard._common.random import fold_axes, wrap_seed
-from torch_shard._common.types import PyTree
 from torch_shard._interop import call_jax
+from torch_shard._spmd.check_collectives import check_dim, check_pairs, check_split, map_tensors, sizes_of
 
 T = TypeVar("T")
 
@@ -43,9 +42,9 @@ def psum(x: T, axis: Axis) -> T:
         >>> ts.jax_vmap(lambda x: x / psum(x, "i"), axis_name="i")(torch.tensor([1.0, 3.0])).tolist()
         [0.25, 0.75]
     """
-    sizes = _sizes_of("psum", axis)
+    sizes = sizes_of("psum", axis)
     count = math.prod(sizes.values())
-    return _map_tensors("psum", x, lambda t: _call(_psum, t, tuple(sizes)), of_number=lambda n: n * count)
+    return map_tensors("psum", x, lambda t: _call(_psum, t, tuple(sizes)), of_number=lambda n: n * count)
 
 
 def pmean(x: T, axis: Axis) -> T:
@@ -68,7 +67,7 @@ def pmean(x: T, axis: Axis) -> T:
         >>> ts.jax_vmap(lambda x: x - pmean(x, "i"), axis_name="i")(torch.tensor([1.0, 3.0])).tolist()
         [-1.0, 1.0]
     """
-    sizes = _sizes_of("pmean", axis)
+    sizes = sizes_of("pmean", axis)
     count = math.prod(sizes.values())
 
     def of_tensor(t: torch.Tensor) -> torch.Tensor:
@@ -76,7 +75,7 @@ def pmean(x: T, axis: Axis) -> T:
             raise TypeError(f"pmean: a mean needs floating-point numbers, got {t.dtype}. Use x.float(), or psum.")
         return _call(_psum, t, tuple(sizes)) / count
 
-    return _map_tensors("pmean", x, of_tensor, of_number=lambda n: n)
+    return map_tensors("pmean", x, of_tensor, of_number=lambda n: n)
 
 
 def pmax(x: T, axis: Axis) -> T:
@@ -153,13 +152,13 @@ def all_gather(x: T, axis: Axis, *, dim: int = 0, tiled: bool = True, to: Variat
         >>> ts.jax_vmap(lambda row: all_gather(row, "i"), axis_name="i")(rows).tolist()
         [[1, 2], [1, 2]]
     """
-    axes = tuple(_sizes_of("all_gather", axis))
+    axes = tuple(sizes_of("all_gather", axis))
 
     def of_tensor(t: torch.Tensor) -> torch.Tensor:
         t = t if tiled else t.unsqueeze(dim)
         return _call(_all_gather, t, axes, dim, to)
 
-    return _map_tensors("all_gather", x, of_tensor)
+    return map_tensors("all_gather", x, of_tensor)
 
 
 def psum_scatter(x: T, axis: Axis, *, dim: int = 0) -> T:
@@ -184,12 +183,12 @@ def psum_scatter(x: T, axis: Axis, *, dim: int = 0) -> T:
         >>> ts.jax_vmap(lambda row: psum_scatter(row, "i"), axis_name="i")(rows).tolist()
         [[11], [22]]
     """
-    sizes = _sizes_of("psum_scatter", axis)
+    sizes = sizes_of("psum_scatter", axis)
 
     def of_tensor(t: torch.Tensor) -> torch.Tensor:
-        return _call(_psum_scatter, t, tuple(sizes), _split_of("psum_scatter", t, dim, sizes))
+        return _call(_psum_scatter, t, tuple(sizes), check_split("psum_scatter", t, dim, sizes))
 
-    return _map_tensors("psum_scatter", x, of_tensor)
+    return map_tensors("psum_scatter", x, of_tensor)
 
 
 def all_to_all(x: T, axis: Axis, *, split_dim: int, concat_dim: int) -> T:
@@ -215,13 +214,13 @@ def all_to_all(x: T, axis: Axis, *, split_dim: int, concat_dim: int) -> T:
         >>> ts.jax_vmap(lambda row: all_to_all(row, "i", split_dim=0, concat_dim=0), axis_name="i")(rows).tolist()
         [[1, 3], [2, 4]]
     """
-    sizes = _sizes_of("all_to_all", axis)
+    sizes = sizes_of("all_to_all", axis)
 
     def of_tensor(t: torch.Tensor) -> torch.Tensor:
-        split = _split_of("all_to_all", t, split_dim, sizes)
-        return _call(_all_to_all, t, tuple(sizes), split, _dim_of(t, concat_dim))
+        split = check_split("all_to_all", t, split_dim, sizes)
+        return _call(_all_to_all, t, tuple(sizes), split, check_dim(t, concat_dim))
 
-    return _map_tensors("all_to_all", x, of_tensor)
+    return map_tensors("all_to_all", x, of_tensor)
 
 
 def ppermute(x: T, axis: Axis, pairs: Sequence[tuple[int, int]]) -> T:
@@ -246,9 +245,9 @@ def ppermute(x: T, axis: Axis, pairs: Sequence[tuple[int, int]]) -> T:
         >>> ts.jax_vmap(lambda x: ppermute(x, "i", ring), axis_name="i")(torch.tensor([1, 2, 3])).tolist()
         [3, 1, 2]
     """
-    sizes = _sizes_of("ppermute", axis)
-    checked = _check_pairs(pairs, math.prod(sizes.values()))
-    return _map_tensors("ppermute", x, lambda t: _call(_ppermute, t, tuple(sizes), checked))
+    sizes = sizes_of("ppermute", axis)
+    checked = check_pairs(pairs, math.prod(sizes.values()))
+    return map_tensors("ppermute", x, lambda t: _call(_ppermute, t, tuple(sizes), checked))
 
 
 def axis_index(axis: Axis) -> torch.Tensor:
@@ -266,7 +265,7 @@ def axis_index(axis: Axis) -> torch.Tensor:
         >>> ts.jax_vmap(lambda x: x + axis_index("i"), axis_name="i")(torch.tensor([10, 20])).tolist()
         [10, 21]
     """
-    axes = tuple(_sizes_of("axis_index", axis))
+    axes = tuple(sizes_of("axis_index", axis))
     return call_jax(lambda: lax.axis_index(axes)).long()
 
 
@@ -285,7 +284,7 @@ def axis_size(axis: Axis) -> int:
         >>> ts.jax_vmap(lambda x: x / axis_size("i"), axis_name="i")(torch.tensor([1.0, 3.0])).tolist()
         [0.5, 1.5]
     """
-    return math.prod(_sizes_of("axis_size", axis).values())
+    return math.prod(sizes_of("axis_size", axis).values())
 
 
 @overload
@@ -325,75 +324,15 @@ def fold_in_axis(
         False
     """
     if axis is None:
-        along = tuple(_sizes_of("fold_in_axis", key))
+        along = tuple(sizes_of("fold_in_axis", key))
         return current_values().drawing_along(along)
-    axes = tuple(_sizes_of("fold_in_axis", axis))
+    axes = tuple(sizes_of("fold_in_axis", axis))
     if not isinstance(key, torch.Tensor) or key.dtype != torch.uint32:
         raise TypeError(
             "fold_in_axis: a key is the two words of a JAX key, (2,) uint32. Take them with "
             "jax.random.key_data(jax.random.key(seed)), or pass an axis alone."
         )
     return call_jax(lambda words: jax.random.key_data(fold_axes(wrap_seed(words), axes)), key)
-
-
-def _sizes_of(name: str, axis: Any) -> dict[str, int]:
-    """The axes with their sizes; the capture under way depends on them."""
-    axes = axis if isinstance(axis, tuple) else (axis,)
-    if len(set(axes)) < len(axes):
-        raise ValueError(f"{name}: {axis!r} names an axis twice.")
-    sizes: dict[str, Any] = {a: size_of(a) for a in axes}
-    for unbound in (a for a, size in sizes.items() if size is None):
-        bound = ", ".join(repr(a) for a in manual_axes() if not a.startswith("_"))  # JAX names what pmap leaves unnamed
-        raise NameError(
-            f"{name}: axis {unbound!r} is not bound here{f' ({bound} of the mesh are)' if bound else ''}. Collectives "
-            "work inside a function that is mapped over a named axis: jax_shard_map(f, mesh=...) binds the axes of its "
-            f"mesh, jax_pmap(f, axis_name={unbound!r}), jax_vmap(f, axis_name={unbound!r}) and tpmap their axis_name."
-        )
-    capture_mode = current_mode()
-    if capture_mode is not None:
-        capture_mode.axes.update(sizes)
-    return sizes
-
-
-def _map_tensors(
-    name: str,
-    x: T,
-    of_tensor: Callable[[torch.Tensor], torch.Tensor],
-    of_number: Callable[[complex], complex] | None = None,
-) -> T:
-    """Apply to each tensor of a pytree."""
-    adopt_torch_nodes(x)
-
-    def of_leaf(leaf: PyTree) -> PyTree:
-        if isinstance(leaf, torch.Tensor):
-            return of_tensor(leaf)
-        if of_number is not None and isinstance(leaf, (int, float, complex)):
-            return of_number(leaf)
-        raise TypeError(f"{name}: expected torch tensors, or a pytree of them, got {type(leaf).__name__}.")
-
-    return jax.tree.map(of_leaf, x)
-
-
-def _dim_of(t: torch.Tensor, dim: int) -> int:
-    """The dim, counted from the first; torch refuses one that the tensor lacks."""
-    t.size(dim)
-    return dim % t.ndim
-
-
-def _split_of(name: str, t: torch.Tensor, dim: int, sizes: dict[str, int]) -> int:
-    """The dim, counted from the first; refuses one that the axes do not divide."""
-    if t.size(dim) % math.prod(sizes.values()):
-        raise ValueError(f"{name}: dim {dim} of local shape {tuple(t.shape)} is not a multiple of the axes {sizes}.")
-    return _dim_of(t, dim)
-
-
-def _check_pairs(pairs: Iterable[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    """The pairs; refuses those that leave the axis, of which JAX takes negative ones, and twins, which `vmap` takes."""
-    checked = list(pairs)
-    for ends in zip(*checked, strict=True):
-        if len(set(ends)) < len(ends) or not all(0 <= index < count for index in ends):
-            raise ValueError(f"ppermute: sources and destinations must be unique, of 0 to {count - 1}, got {checked}.")
-    return checked
 
 
 # What JAX does. Axes that JAX tracks (see `_common.axes`) and others, of a `vmap` within, do not mix in one primitive.
@@ -429,7 +368,7 @@ def _ppermute(x: jax.Array, axes: tuple[str, ...], pairs: Sequence[tuple[int, in
 
 
 def _extreme(name: str, x: T, axis: Axis, reduce: Callable[..., jax.Array]) -> T:
-    axes = tuple(_sizes_of(name, axis))
+    axes = tuple(sizes_of(name, axis))
 
     def plain(a: jax.Array) -> jax.Array:
         tracked, others = _by_kind(axes)
@@ -453,7 +392,7 @@ def _extreme(name: str, x: T, axis: Axis, reduce: Callable[..., jax.Array]) -> T
             return of_tensor(t.int()).bool()
         return _call(smooth if t.is_floating_point() else plain, t)
 
-    return _map_tensors(name, x, of_tensor, of_number=lambda n: n)
+    return map_tensors(name, x, of_tensor, of_number=lambda n: n)
 
 
 def _by_kind(axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
