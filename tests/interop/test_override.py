@@ -347,9 +347,7 @@ REFUSED = {
     "ts.override(Norm)": "TypeError: override: .*Norm.forward is given a module, which holds tensors. Say by takes= which",
     "ts.override(torch.ops.aten.tanh.default)": "TypeError: override: aten.tanh.default is one of several overloads",
     "ts.override(torch.tanh)(3)": "TypeError: override: fn must be a Callable, got int. Decorate a function of arrays.",
-    "ts.override(torch.tanh, when=True)": "TypeError: override: when must be a Callable or None, got bool.",
-    "ts.override(torch.tanh, takes='x')": "TypeError: override: takes must be a Callable or None, got str.",
-    "ts.override(torch.tanh, matmul_precision='lowest')": "ValueError: override: matmul_precision: ",
+    "ts.override(torch.tanh, matmul_precision='lowest')": "ValueError: .*'default', 'high', 'highest'",
     "ts.override(torch.tanh, out_specs=P())": "ValueError: override: in_specs and out_specs go together",
     "run(torch.tanh, lambda: 1)": "TypeError: <lambda> .* is called as torch.tanh is, and cannot be: too many pos.*takes=",
     "run(torch.tanh, jnp.tanh, takes=lambda x: x)": "TypeError: override: takes must return a tuple, the arguments of ",
@@ -364,10 +362,10 @@ REFUSED = {
     "run(torch.tanh, lambda x: ts.call_torch(lambda x: x * NORM.weight, x))": "NotImplementedError: <lambda> .*, in place "
     r"of torch.tanh, reaches a torch tensor of shape \(4,\) by itself",
     "run(rotate, lambda x, a: x, lambda x: rotate(x, {1}))": "(TypeError|AttributeError): ",
-    "run(torch.tanh, jnp.tanh, in_specs=P('batch'), out_specs=P('batch'), mesh=MESH)": r"ValueError: tanh.*, in place "
-    r"of torch.tanh,: arguments do not fit in_specs on mesh \(batch=4, model=1\):\s+x \(3, 4\): dim 0 = 3 is not a",
-    "run(torch.tanh, jnp.tanh, in_specs=(None,), out_specs=P(), mesh=MESH)": "ValueError: .* x .3, 4.: an array that "
-    "in_specs has no spec for",
+    "run(torch.tanh, jnp.tanh, in_specs=P('batch'), out_specs=P('batch'), mesh=MESH)": "ValueError: .*'tanh.*, in place "
+    r"of torch.tanh,' .*evenly divisible.*args\[0\] of shape float32\[3,4\]",
+    "run(torch.tanh, jnp.tanh, in_specs=(None,), out_specs=P(), mesh=MESH)": "ValueError: .* has no spec in in_specs "
+    "for an array of shape .3, 4.",
     "run(torch.tanh, jnp.tanh, ts.jax_shard_map(torch.tanh, mesh=MESH, in_specs=P(), out_specs=P()), in_specs=P(), "
     "out_specs=P(), mesh=MESH)": "NotImplementedError: .*has in_specs, and is called within a function that is mapped",
     "two()": "ValueError: override: torch.tanh has tanh .*in its "

@@ -168,7 +168,10 @@ REFUSED = {
     "torch.ones(8, device='jax').apply_jax(jax.device_put, explicit())": f"ValueError: call_jax{AUTO}",
     "ts.jax_jit(torch.sin, out_shardings=explicit())": f"ValueError: jax_jit{AUTO}",
     "ts.jax_jit(lambda a, b: b.add_(a))(X, X)": r"NotImplementedError: .*writes in place to argument tensor 1.*x = x\.clone\(\)",
-    "ts.jax_grad(lambda x, o: x.sum())(X, Odd())": "TypeError: .*argument of type Odd, which is neither a tensor nor hashable",
+    "ts.jax_grad(lambda x, o: x.sum())(X, Odd())": "TypeError: unhashable type: 'Odd'",
+    "ts.jax_jit(torch.sin, static_argnums='0')(X)": "TypeError: 'str' object cannot be interpreted as an integer",
+    "ts.jax_jit(torch.sin, wrong=1)(X)": "TypeError: .*unexpected keyword argument 'wrong'",
+    "ts.jax_grad(lambda x: x.sum())('text')": "TypeError: .*invalid data type 'str'",
 }
 
 

@@ -258,16 +258,12 @@ assert fn(torch.zeros(6), 0).shape == (6,)
 
 REFUSED = {
     "ts.tpmap(torch.sin, 'i', [['shard']])": r"argtypes\[0\] is \['shard'\], which is not a kind",
-    "ts.tpmap(lambda x: x, 'i', ['shard'])(jax.device_put(DATA.numpy(), jax.devices()[3]))": r"x \(16, 8\) lies on devices \[3\], "
-    r"and the function runs on devices \[0, 1",
-    "ts.tpmap(lambda x: x, 'i', [ts.ArgKind(spread=lambda x, n: x)])({'a': torch.ones(3)})": r"the `spread` of the kind of x\['a'\] "
-    r"must give a leading dim of 8, .* gave shape \(3,\)",
     "ts.tpmap(spread, 'i', ['shard', 'broadcast'])(DATA, MATRIX, 1)": "spread takes 2 positional arguments by its argtypes "
     r"\(data, matrix\), and got 3",
     "ts.tpmap(spread, 'i', ['shard', 'broadcast'])(DATA, matrix=MATRIX)": "and got 1. Arguments that are passed by name need an entry in "
     "kwargtypes",
     "ts.tpmap(spread, 'i', ['shard'], {'matrix': 'broadcast'})(DATA, matrx=MATRIX)": "spread got the keyword 'matrx', and its "
-    r"kwargtypes name 'matrix'. Did you mean 'matrix'\?",
+    r"kwargtypes name \['matrix'\]",
     "ts.tpmap(spread, 'i', ['shard', 'broadcast'])(DATA[:15], MATRIX)": r"data \(15, 8\) has 15 rows, which do not divide among 8 devices",
     "ts.tpmap(spread, 'i', ['shard', 'shard'])(DATA, 2)": "matrix is a scalar, which has no",
     "ts.tpmap(lambda x: x, 'i', ['thru'])({'a': torch.ones(4, 2)})": r"x\['a'\] \(4, 2\) must have a leading dim of 8, one row for each device",
@@ -281,10 +277,21 @@ REFUSED = {
     "ts.tpmap(lambda k: k, 'i', ['rng'])(2**32)": "is the seed 4294967296: give one from 0 to",
     "ts.tpmap(lambda k: k, 'i', ['broadcast'])(jax.random.key(0))": 'k is a key of JAX: its kind is "rng"',
     "ts.tpmap(lambda k: k, 'i', ['rng'])(None)": "k is None: it holds no tensor",
-    "ts.tpmap(lambda x: {'a': 'b'}, 'i', ['shard'])(DATA)": r"result\['a'\] is 'b'\. Ret",
     "ts.tpmap(lambda x, y, n: x, 'i', ['shard', 'thru', 'static'])(DATA[:15], DATA, {})": r"15 rows.*\n.*y \(16, 8\) must have.*\n.*"
     'n is "static"',
 }
+
+
+BY_JAX = {
+    "ts.tpmap(lambda x: x, 'i', ['shard'])(jax.device_put(DATA.numpy(), jax.devices()[3]))": "ValueError: Received incompatible devices",
+    "ts.tpmap(lambda x: x, 'i', [ts.ArgKind(spread=lambda x, n: x)])({'a': torch.ones(3)})": "ValueError: .*evenly divisible",
+    "ts.tpmap(lambda x: x, 'i', [ts.ArgKind(spread=lambda x, n: x)])(torch.ones(16))": "ValueError: cannot select an axis to squeeze out",
+    "ts.tpmap(lambda x: {'a': '5'}, 'i', ['shard'])(DATA)": "TypeError: .*<class 'str'>",
+}
+
+
+def test_what_jax_refuses_by_itself() -> None:
+    assert_refused(BY_JAX, lambda text: eval(text))
 
 
 def test_refused() -> None:

@@ -132,3 +132,9 @@ def adopt_torch_nodes(tree: PyTree) -> None:
 
 def _unflatten(node: torch_pytree.NodeDef, context: PyTree, children: Iterable[PyTree]) -> PyTree:
     return node.unflatten_fn(children, context)
+
+
+def spread_prefix(prefix: PyTree, tree: Any) -> list[Any]:
+    """What may stand for whole subtrees of this structure, as one for each leaf; None is one too."""
+    leaves = jax.tree.unflatten(tree, range(tree.num_leaves))
+    return tree.flatten_up_to(jax.tree.broadcast(prefix, leaves, is_leaf=lambda each: each is None))

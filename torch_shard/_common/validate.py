@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import os
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, cast, get_args
@@ -97,22 +97,6 @@ def as_positions(argument: str, positions: object, names: Sequence[str]) -> tupl
                 f"({', '.join(names)})."
             )
     return tuple(position % len(names) for position in found)
-
-
-def check_options(transform: Callable[..., object], options: Mapping[str, object], ours: Collection[str] = ()) -> None:
-    """Refuse keyword arguments that the transform of JAX which they are for does not know.
-
-    Args:
-        transform: As `jax.jit`.
-        options: By name.
-        ours: Names of arguments that it is given by ourselves.
-    """
-    known = inspect.signature(transform).parameters
-    unknown = [name for name in options if name not in known or name in ours]
-    if unknown:
-        raise TypeError(
-            f"{caller()}: jax.{_name_of(transform)} has no argument {', '.join(unknown)}. It has {', '.join(known)}."
-        )
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The common part of adapters: a JAX function as a torch function, compiled once per signature."""
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -107,4 +108,4 @@ def shift(positions: int | Sequence[int], by: int = 1) -> Any:
     """Argument positions of the user's function as positions of ours, which has `by` more in front."""
     if isinstance(positions, int):
         return positions + by if positions >= 0 else positions
-    return tuple(shift(p, by) for p in positions)
+    return tuple(shift(operator.index(p), by) for p in positions)

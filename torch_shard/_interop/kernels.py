@@ -105,14 +105,7 @@ class Calls:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         static = tuple(_GAP if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         key = tree, Static(static), tuple(map(like, tensors)), tuple(results), rounds
-        try:
-            known = self._known.get(key)
-        except TypeError as error:
-            kinds = sorted({type(s).__name__ for s in static if getattr(s, "__hash__", None) is None})
-            raise TypeError(
-                f"{self._own.fn} in place of {self._own.name} was called with an argument of type {', '.join(kinds)}, "
-                "which is neither a tensor nor hashable. Pass tensors, numbers, strings, or containers of them."
-            ) from error
+        known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._make(tree, static, results, operator, rounds=rounds)
         return known, tensors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -59,7 +58,7 @@ def lowering(
         A decorator, which returns a `Kernel`: the function, with `remove()`.
 
     Raises:
-        TypeError: `operator` is not an operator, or the function cannot be called with its arguments.
+        TypeError: `operator` is not an operator.
         ValueError: It has several overloads, a lowering already, writes to its arguments, or is a composite of others.
 
     Example:
@@ -80,7 +79,7 @@ def lowering(
 
     @error_prefix("lowering")
     def register(fn: Callable[..., PyTree]) -> Kernel:
-        _check_function(op, fn)
+        check_kind("fn", fn, Callable, hint="Decorate a function of arrays.")
         return Kernel(fn, op.name().removesuffix(".default"), op, _Lowered(op, fn, split).put)
 
     return register
@@ -125,22 +124,6 @@ def _check_operator(op: Operator) -> None:
             f"{caller()}: {name} writes to its arguments, or returns a view of one: {op._schema}. Register one that "
             "returns new tensors."
         )
-
-
-def _check_function(op: Operator, fn: Callable[..., object]) -> None:
-    check_kind("fn", fn, Callable, hint="Decorate a function of arrays.")
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # of C, which does not say
-        return
-    names = _key_first(op) + [a.name for a in op._schema.arguments if not a.kwarg_only]
-    try:
-        signature.bind(*names, **dict.fromkeys(_by_keyword(op)))
-    except TypeError as error:
-        raise TypeError(
-            f"{caller()}: {described(fn)} is called with ({', '.join([*names, *_by_keyword(op)])}), all arguments of "
-            f"{op._schema}, and cannot be: {error}."
-        ) from None
 
 
 def _key_first(op: Operator) -> list[str]:
@@ -200,8 +183,7 @@ class _Lowered:
             args, kwargs = self._named(values)
             return self.fn(*key, *args, **kwargs)
 
-        names = [a.name for a in self.op._schema.arguments]
-        return self.split.run(run, values, names, f"{self.own.fn}, the lowering of {self.own.name},")
+        return self.split.run(run, values, f"{self.own.fn}, the lowering of {self.own.name},")
 
     def captured(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """The operator in a capture: with JAX's derivative if it has none of its own."""

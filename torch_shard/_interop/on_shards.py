@@ -5,15 +5,15 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from torch_shard._common.axes import manual_axes
 from torch_shard._common.caller import caller
+from torch_shard._common.convert import spread_prefix
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_kind
 from torch_shard._interop.closure import CLOSURE, MoreInputs, Reader
 from torch_shard._interop.jax_function import precision_of
-from torch_shard._sharding import check_mesh, describe_mesh, find_spec_faults
+from torch_shard._sharding import check_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,37 +35,21 @@ class Split:
     matmul_precision: str | None
 
     def check(self) -> None:
-        """Refuse specs that are none, or that do not go together."""
-        check_kind("check_vma", self.check_vma, bool)
-        try:
-            precision_of(self.matmul_precision)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{caller()}: matmul_precision: {error}") from error
-        if (self.in_specs is None) != (self.out_specs is None):
-            raise ValueError(f"{caller()}: in_specs and out_specs go together: give both, or neither.")
+        """Refuse what does not go together; specs that do not fit are refused by JAX."""
+        precision_of(self.matmul_precision)
+        if (self.in_specs is None) != (self.out_specs is None) or (self.in_specs is None and self.mesh is not None):
+            raise ValueError(f"{caller()}: in_specs and out_specs go together, and a mesh needs both.")
         if self.mesh is not None:
             check_mesh(self.mesh)
-            if self.in_specs is None:
-                raise ValueError(f"{caller()}: a mesh needs in_specs and out_specs, which say how it is used.")
-        for argument, specs in (("in_specs", self.in_specs), ("out_specs", self.out_specs)):
-            for spec in jax.tree.leaves(specs, is_leaf=_is_spec):
-                if not _is_spec(spec):
-                    raise TypeError(
-                        f"{caller()}: {argument} holds jax.sharding.PartitionSpec, got {spec!r:.99}. P() leaves an "
-                        "array whole."
-                    )
-                faults = find_spec_faults(spec, (0,) * len(spec), self.mesh) if self.mesh is not None else ()
-                for fault, remedy in faults:
-                    raise ValueError(f"{caller()}: {argument}: {fault}. {remedy}")
 
-    def run(self, fn: Callable[..., PyTree], values: Sequence[PyTree], names: Sequence[str], whose: str) -> PyTree:
+    def run(self, fn: Callable[..., PyTree], values: Sequence[PyTree], whose: str) -> PyTree:
         """The results of `fn` on these arguments, on its own part of them on each device of the mesh."""
         mesh = self.mesh if self.mesh is not None or CLOSURE.split is None else CLOSURE.split.mesh
         with Reader((), ()).active(), precision_of(self.matmul_precision):
             try:
                 if self.in_specs is None or mesh is None:
                     return fn(*values)
-                return self._on_shards(fn, values, names, mesh, whose=whose)
+                return self._on_shards(fn, values, mesh, whose)
             except MoreInputs as request:
                 shape = tuple(request.tensors[0].shape)
                 raise NotImplementedError(
@@ -73,22 +57,29 @@ class Split:
                     "program. Pass it as an argument."
                 ) from None
 
-    def _on_shards(
-        self, fn: Callable[..., PyTree], values: Sequence[PyTree], names: Sequence[str], mesh: Mesh, *, whose: str
-    ) -> PyTree:
+    def _on_shards(self, fn: Callable[..., PyTree], values: Sequence[PyTree], mesh: Mesh, whose: str) -> PyTree:
         if outer := manual_axes():
             raise NotImplementedError(
                 f"{whose} has in_specs, and is called within a function that is mapped over {', '.join(outer)} "
                 "already, where it gets shards. Register it without in_specs for this function."
             )
         leaves, tree = jax.tree.flatten(list(values))
-        specs = self._specs(values, names, mesh, whose)
+        own = self.in_specs
+        if isinstance(own, tuple | list):  # those of the last arguments may be missing
+            own = [*own[: len(values)], *[None] * (len(values) - len(own))]
+        specs = spread_prefix(own, tree)
         given = [(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True) if _is_array(leaf)]
+        for leaf, spec in given:
+            if spec is None:
+                raise ValueError(
+                    f"{whose} has no spec in in_specs for an array of shape {leaf.shape}. P() leaves it whole."
+                )
 
         def local(*shards: jax.Array) -> PyTree:
             arrays = iter(shards)
             return fn(*jax.tree.unflatten(tree, [next(arrays) if _is_array(leaf) else leaf for leaf in leaves]))
 
+        local.__name__ = whose  # in errors of JAX
         mapped = jax.shard_map(
             local,
             mesh=mesh,
@@ -97,45 +88,6 @@ class Split:
             check_vma=self.check_vma,
         )
         return mapped(*(leaf for leaf, _ in given))
-
-    def _specs(self, values: Sequence[PyTree], names: Sequence[str], mesh: Mesh, whose: str) -> list[PyTree]:
-        """A spec for each leaf of the arguments."""
-        found: list[PyTree] = []
-        faults: list[str] = []
-        for position, (name, value) in enumerate(zip(names, values, strict=True)):
-            leaves = jax.tree.leaves(value)
-            own = self.in_specs
-            if not _is_spec(own):
-                own = own[position] if position < len(own) else None
-            specs = [None] * len(leaves) if own is None else _spread(own, value, name, whose)
-            for leaf, spec in zip(leaves, specs, strict=True):
-                if not _is_array(leaf):
-                    continue
-                if spec is None:
-                    faults.append(f"{name} {leaf.shape}: an array that in_specs has no spec for. P() leaves it whole.")
-                    continue
-                pairs = find_spec_faults(spec, leaf.shape, mesh)
-                faults += [f"{name} {leaf.shape}: {fault}. {remedy}" for fault, remedy in pairs]
-            found += specs
-        if faults:
-            raise ValueError(
-                f"{whose}: arguments do not fit in_specs on mesh {describe_mesh(mesh)}:\n\n"
-                + "\n".join(f"  {fault}" for fault in faults)
-            )
-        return found
-
-
-def _spread(specs: PyTree, value: PyTree, name: str, whose: str) -> list[PyTree]:
-    try:
-        return jax.tree.leaves(jax.tree.broadcast(specs, value, is_leaf=_is_spec), is_leaf=_is_spec)
-    except ValueError as error:
-        raise ValueError(
-            f"{whose}: in_specs of {name} must be one spec, or have the structure of it: {error}"
-        ) from error
-
-
-def _is_spec(value: object) -> bool:
-    return isinstance(value, PartitionSpec)
 
 
 def _is_array(value: object) -> bool:

@@ -91,8 +91,6 @@ def override(
             f"override: {place.name} is given a module, which holds tensors. Say by takes= which of them the JAX "
             "function gets, as takes=lambda norm, x: (x, norm.weight, norm.eps)."
         )
-    for argument, value in (("when", when), ("takes", takes)):
-        check_kind(argument, value, Callable | None, hint="It is called with the arguments of torch's function.")
 
     @error_prefix("override")
     def register(fn: Callable[..., PyTree]) -> Kernel:
@@ -292,14 +290,13 @@ class _Override:
         args, kwargs = values
         signature = _signature_of(self._fn)
         parameters = [] if signature is None else [*signature.parameters]
-        names = [parameters[i] if i < len(parameters) else f"argument {i}" for i in range(len(args))]
         by_keyword = sorted(kwargs, key=lambda name: parameters.index(name) if name in parameters else len(parameters))
 
         def run(*values: PyTree) -> PyTree:
             return self._fn(*values[: len(args)], **dict(zip(by_keyword, values[len(args) :], strict=True)))
 
         values = [*args, *(kwargs[name] for name in by_keyword)]
-        return self._split.run(run, values, [*names, *by_keyword], f"{self._own.fn}, in place of {self.place.name},")
+        return self._split.run(run, values, f"{self._own.fn}, in place of {self.place.name},")
 
 
 def _signature_of(fn: Callable[..., object]) -> inspect.Signature | None:

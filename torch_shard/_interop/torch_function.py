@@ -344,15 +344,8 @@ class TorchFunction:
         return jax.tree.unflatten(out_tree, [next(outputs) if o is _TENSOR else o for o in out_leaves])
 
     def _flat_function(self, tree: object, is_array: tuple[bool, ...], static: tuple[object, ...]) -> FlatFunction:
-        try:
-            signature = tree, is_array, Static(static)
-            return self._flat.setdefault(signature, FlatFunction(self._flatten(tree, is_array, static), self.what))
-        except TypeError as error:
-            kinds = sorted({type(s).__name__ for s in static if getattr(s, "__hash__", None) is None})
-            raise TypeError(
-                f"{self.what} was called with an argument of type {', '.join(kinds)}, which is neither a tensor nor "
-                "hashable. Pass tensors, numbers, strings, or containers of them."
-            ) from error
+        signature = tree, is_array, Static(static)
+        return self._flat.setdefault(signature, FlatFunction(self._flatten(tree, is_array, static), self.what))
 
     def _flatten(self, tree: object, is_array: tuple[bool, ...], static: tuple[object, ...]) -> TensorFn[Any]:
         def flat(*tensors: torch.Tensor) -> Any:

@@ -6,22 +6,19 @@ allows, take torch tensors of the CPU or the jax device, numpy arrays and Python
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
-from jax.sharding import PartitionSpec
 
 from torch_shard._capture import bound_tensors
 from torch_shard._common.axes import into_shares, sum_shares, tracked_axes
-from torch_shard._common.caller import caller, error_prefix, public
+from torch_shard._common.caller import error_prefix, public
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import as_positions, check_kind, check_options, check_positions
+from torch_shard._common.validate import as_positions, check_kind
 from torch_shard._interop.adapt import NUM_GIVEN, PerClosure, Pure, adapt, shift
 from torch_shard._interop.views import call_jax, is_adapted, pure_of
 from torch_shard._sharding import check_mesh
@@ -52,7 +49,6 @@ def jax_value_and_grad(
         >>> grad.tolist()
         [2.0, 4.0]
     """
-    _check_gradient(argnums, has_aux, kwargs, jax.value_and_grad)
     if is_adapted(fn) or kwargs:
         options = {"argnums": shift(argnums), "has_aux": has_aux, "allow_int": True, **kwargs}
         return adapt(fn, jax.value_and_grad(pure_of(fn), **options))
@@ -63,8 +59,6 @@ class _TorchGradient:
     """Value and gradients of a torch callable by torch itself, so that a capture holds the forward pass only once."""
 
     def __init__(self, fn: Callable[..., PyTree], argnums: int | Sequence[int], has_aux: bool) -> None:
-        if not callable(fn):
-            raise TypeError(f"{caller()}: expected a torch callable, such as a function or a module, got {fn!r}.")
         self.fn, self.argnums, self.has_aux = fn, argnums, has_aux
         self.__qualname__ = getattr(fn, "__qualname__", type(fn).__name__)
 
@@ -88,18 +82,8 @@ class _TorchGradient:
         return ((value, aux) if self.has_aux else value), result
 
 
-def _check_gradient(argnums: object, has_aux: object, options: dict[str, Any], transform: Callable[..., Any]) -> None:
-    check_positions("argnums", argnums)
-    check_kind("has_aux", has_aux, bool)
-    check_options(transform, options, ("fun",))
-
-
 def _as_leaf(leaf: PyTree) -> PyTree:
     """A tensor to differentiate by: a leaf of autograd, unless an outer derivative needs its history."""
-    if not isinstance(leaf, torch.Tensor | np.ndarray | np.generic | int | float | complex):
-        raise TypeError(
-            f"jax_value_and_grad: cannot differentiate by {leaf!r:.99}, which is not a tensor. See argnums."
-        )
     tensor = leaf if isinstance(leaf, torch.Tensor) else torch.as_tensor(leaf)
     is_inexact = tensor.is_floating_point() or tensor.is_complex()
     return tensor.detach().requires_grad_() if is_inexact and not tensor.requires_grad else tensor
@@ -185,7 +169,6 @@ def jax_checkpoint(fn: Callable[A, R], **kwargs: Any) -> Callable[A, R]:
         >>> ts.jax_grad(lambda x: wave(x).sum())(torch.zeros(2)).tolist()
         [1.0, 1.0]
     """
-    check_options(jax.checkpoint, kwargs, ("fun",))
     check_kind("policy", kwargs.get("policy"), Callable | None, hint="jax.checkpoint_policies has some.")
     if "static_argnums" in kwargs:
         kwargs["static_argnums"] = shift(kwargs["static_argnums"])
@@ -218,12 +201,7 @@ def jax_jit(fn: Callable[A, R], **kwargs: Any) -> Callable[A, R]:
         >>> ts.jax_jit(torch.nn.functional.relu)(torch.tensor([-1.0, 2.0])).tolist()
         [0.0, 2.0]
     """
-    check_options(jax.jit, kwargs, ("fun",))
-    for name in ("static_argnums", "donate_argnums"):
-        if kwargs.get(name) is not None:
-            check_positions(name, kwargs[name])
     for sharding in jax.tree.leaves([kwargs.get("in_shardings"), kwargs.get("out_shardings")]):
-        check_kind("in_shardings, or out_shardings,", sharding, jax.sharding.Sharding | PartitionSpec)
         if isinstance(sharding, jax.sharding.NamedSharding):
             check_mesh(sharding.mesh)
 
@@ -232,15 +210,7 @@ def jax_jit(fn: Callable[A, R], **kwargs: Any) -> Callable[A, R]:
 
         @error_prefix("jax_jit")
         def call(*args: PyTree, **named: PyTree) -> PyTree:
-            try:
-                return compiled(*args, **named)
-            except TypeError as error:
-                if found := re.search(r"of type <class '([^']+)'>", str(error)):
-                    raise TypeError(
-                        "jax_jit: arguments and results are tensors or numbers, in containers that JAX knows, but one "
-                        f"is a {found[1]}. Bind it with functools.partial, or name it in static_argnums."
-                    ) from error
-                raise
+            return compiled(*args, **named)
 
         return call
 

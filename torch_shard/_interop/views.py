@@ -174,7 +174,6 @@ def call_jax(fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> P
         >>> ts.call_jax(jnp.add, torch.ones(2), torch.ones(2)).tolist()
         [2.0, 2.0]
     """
-    check_kind("fn", fn, Callable, hint="Give a function of arrays.")
     found = call_pure(lambda key, /, *args, **kwargs: fn(*args, **kwargs), args, kwargs, random=False)
     tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
     if current_mode() is not None or not tensors or any(is_fake(t) or t.device.type != "cpu" for t in tensors):
@@ -201,7 +200,6 @@ def call_torch(fn: Callable[..., PyTree], /, *args: PyTree, key: jax.Array | Non
         >>> ts.call_torch(torch.nn.functional.relu, jnp.array([-1.0, 2.0])).tolist()
         [0.0, 2.0]
     """
-    check_kind("fn", fn, Callable, hint="Give a torch callable.")
     return jax_view(fn)(*args, key=key, **kwargs)
 
 

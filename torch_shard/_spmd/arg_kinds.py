@@ -12,15 +12,16 @@ import numpy as np
 import torch
 from jax.typing import ArrayLike
 
-from torch_shard._common.caller import error_prefix
 from torch_shard._common.random import wrap_seed
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._interop import call_jax
-from torch_shard._spmd.check_maps import VALUES
 from torch_shard._spmd.maps import names_of
 
 Check = Callable[[PyTree, int], str | None]
+
+VALUES = jax.Array | np.ndarray | np.generic | int | float | complex
+"""What may be mapped: bools are ints."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +50,6 @@ class ArgKind:
     join: Callable[[torch.Tensor], torch.Tensor] | None = None
     check: Check = lambda leaf, num_devices: None
     needs_leaves: bool = True
-
-    @error_prefix("ArgKind")
-    def __post_init__(self) -> None:
-        for name, function in {"spread": self.spread, "join": self.join, "check": self.check}.items():
-            if function is not None or name == "check":
-                check_kind(name, function, Callable)
-        check_kind("needs_leaves", self.needs_leaves, bool)
 
 
 def _check_shard(leaf: ArrayLike, num_devices: int) -> str | None:
@@ -122,13 +116,8 @@ class ArgKinds:
     """The kinds of all arguments, by position and by name."""
 
     def __init__(self, f: Callable[..., object], argtypes: Sequence[Kind], kwargtypes: Mapping[str, Kind]) -> None:
-        if isinstance(argtypes, str) or not isinstance(argtypes, Sequence):
-            example = [argtypes] if isinstance(argtypes, str | ArgKind) else ["shard", "broadcast"]
-            raise ValueError(
-                f"tpmap: argtypes must have a kind for each positional argument, as {example!r}; got {argtypes!r}."
-            )
-        if not isinstance(kwargtypes, Mapping) or not all(isinstance(name, str) for name in kwargtypes):
-            raise ValueError(f'tpmap: kwargtypes must map names to kinds, as {{"x": "shard"}}; got {kwargtypes!r}.')
+        check_kind("argtypes", argtypes, Sequence)
+        check_kind("kwargtypes", kwargtypes, Mapping)
         self._positional = [kind_of(f"argtypes[{i}]", kind) for i, kind in enumerate(argtypes)]
         self._named = {name: kind_of(f"kwargtypes[{name!r}]", kind) for name, kind in kwargtypes.items()}
         self.names = names_of(f, len(self._positional))
@@ -158,14 +147,10 @@ class ArgKinds:
                 f"tpmap: {self._what} takes {len(self._positional)} positional arguments by its argtypes "
                 f"({announced}), and got {len(args)}. Arguments that are passed by name need an entry in kwargtypes."
             )
-        for name in kwargs:
-            if name not in self._named:
-                close = difflib.get_close_matches(name, self._named, n=1)
-                hint = f"Did you mean {close[0]!r}?" if close else "Give it a kind there, or pass it by position."
-                known = ", ".join(map(repr, self._named)) or "nothing"
-                raise ValueError(
-                    f"tpmap: {self._what} got the keyword {name!r}, and its kwargtypes name {known}. {hint}"
-                )
+        if unknown := [name for name in kwargs if name not in self._named]:
+            raise ValueError(
+                f"tpmap: {self._what} got the keyword {unknown[0]!r}, and its kwargtypes name {list(self._named)}."
+            )
         given = self.items(args, kwargs)
         faults = [fault for name, kind, value in given for fault in _faults(name, kind, value, num_devices)]
         if faults:
@@ -193,6 +178,7 @@ def _faults(name: str, kind: ArgKind, value: PyTree, num_devices: int) -> Iterat
 
 
 def _static_faults(name: str, value: object) -> Iterator[str]:
+    """JAX takes what is not hashable, and a list that has changed would still be equal to itself."""
     if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value)):
         yield f'{name} is "static", and holds a tensor: programs are made for the values of static arguments'
         return

@@ -1,4 +1,4 @@
-"""Checks of what collectives take, before anything is traced: named axes, tensors, dims and pairs."""
+"""Checks of what collectives take where JAX would go on: axes, tensors, dims and pairs."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -11,19 +11,16 @@ from torch_shard._capture import current_mode
 from torch_shard._common.axes import manual_axes, size_of
 from torch_shard._common.convert import adopt_torch_nodes
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import is_integer
 
 T = TypeVar("T")
 
 
-def sizes_of(name: str, axis: object) -> dict[str, int]:
+def sizes_of(name: str, axis: Any) -> dict[str, int]:
     """The axes with their sizes; the capture under way depends on them."""
-    axes: tuple[Any, ...] = axis if isinstance(axis, tuple) else (axis,)
-    if not axes or not all(isinstance(a, str) for a in axes):
-        raise TypeError(f'{name}: an axis is a name, such as "i", or a tuple of names; got {axis!r}.')
+    axes = axis if isinstance(axis, tuple) else (axis,)
     if len(set(axes)) < len(axes):
         raise ValueError(f"{name}: {axis!r} names an axis twice.")
-    sizes = {a: size_of(a) for a in axes}
+    sizes: dict[str, Any] = {a: size_of(a) for a in axes}
     for unbound in (a for a, size in sizes.items() if size is None):
         bound = ", ".join(repr(a) for a in manual_axes() if not a.startswith("_"))  # JAX names what pmap leaves unnamed
         raise NameError(
@@ -33,8 +30,8 @@ def sizes_of(name: str, axis: object) -> dict[str, int]:
         )
     capture_mode = current_mode()
     if capture_mode is not None:
-        capture_mode.axes.update(sizes)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    return sizes  # pyright: ignore[reportReturnType]
+        capture_mode.axes.update(sizes)
+    return sizes
 
 
 def map_tensors(
@@ -51,53 +48,28 @@ def map_tensors(
             return of_tensor(leaf)
         if of_number is not None and isinstance(leaf, (int, float, complex)):
             return of_number(leaf)
-        raise TypeError(f"{name}: expected torch tensors, or a pytree of them, got {describe(leaf)}.")
+        raise TypeError(f"{name}: expected torch tensors, or a pytree of them, got {type(leaf).__name__}.")
 
     return jax.tree.map(of_leaf, x)
 
 
-def check_dim(name: str, t: torch.Tensor, dim: object, argument: str, *, more: int = 0) -> int:
-    """The dim, counted from the first; refuses one that the tensor lacks, with so many dims more."""
-    ndim = t.ndim + more
-    if type(dim) is not int or not -ndim <= dim < ndim:
-        raise ValueError(f"{name}: {argument}={dim!r} is not a dim of a tensor of local shape {tuple(t.shape)}.")
-    return dim % ndim
+def check_dim(t: torch.Tensor, dim: int) -> int:
+    """The dim, counted from the first; torch refuses one that the tensor lacks."""
+    t.size(dim)
+    return dim % t.ndim
 
 
-def check_split(name: str, t: torch.Tensor, dim: object, argument: str, *, sizes: dict[str, int]) -> int:
+def check_split(name: str, t: torch.Tensor, dim: int, sizes: dict[str, int]) -> int:
     """The dim, counted from the first; refuses one that the axes do not divide."""
-    dim, count = check_dim(name, t, dim, argument), math.prod(sizes.values())
-    if t.shape[dim] % count:
-        shown = " * ".join(f"{a}={size}" for a, size in sizes.items())
-        raise ValueError(
-            f"{name}: {argument}={dim} has local size {t.shape[dim]}, which is not a multiple of {shown}"
-            f"{f' = {count}' if len(sizes) > 1 else ''}. Pad it, or split another dim of {tuple(t.shape)}."
-        )
-    return dim
+    if t.size(dim) % math.prod(sizes.values()):
+        raise ValueError(f"{name}: dim {dim} of local shape {tuple(t.shape)} is not a multiple of the axes {sizes}.")
+    return check_dim(t, dim)
 
 
-def check_pairs(pairs: object, count: int) -> list[tuple[int, int]]:
-    """The pairs as they are; refuses those that leave the axis, and a device that sends or receives twice."""
-    given = list(pairs) if isinstance(pairs, Iterable) else pairs
-    if not (isinstance(given, list) and all(map(_is_pair, given))):
-        raise TypeError(f"ppermute: pairs are (source, destination) indices, got {given}.")
-    checked = [(int(source), int(destination)) for source, destination in given]
-    for pair in checked:
-        if not all(0 <= index < count for index in pair):
-            raise ValueError(f"ppermute: pair {pair} leaves the axis, whose indices are 0 to {count - 1}.")
-    for role, indices in zip(("sends", "receives"), zip(*checked, strict=True), strict=False):
-        doubled = sorted({i for i in indices if indices.count(i) > 1})
-        if doubled:
-            raise ValueError(f"ppermute: device {doubled[0]} {role} twice in {checked}; each may once.")
+def check_pairs(pairs: Iterable[tuple[int, int]], count: int) -> list[tuple[int, int]]:
+    """The pairs; refuses those that leave the axis, of which JAX takes negative ones, and twins, which `vmap` takes."""
+    checked = list(pairs)
+    for ends in zip(*checked, strict=True):
+        if len(set(ends)) < len(ends) or not all(0 <= index < count for index in ends):
+            raise ValueError(f"ppermute: sources and destinations must be unique, of 0 to {count - 1}, got {checked}.")
     return checked
-
-
-def _is_pair(pair: object) -> bool:
-    return isinstance(pair, (tuple, list)) and len(pair) == 2 and all(map(is_integer, pair))
-
-
-def describe(value: object) -> str:
-    """Shape and dtype of a tensor, the type of anything else."""
-    if isinstance(value, torch.Tensor):
-        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-    return f"{type(value).__name__}"

@@ -5,35 +5,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from torch_shard._common.axes import manual_axes, size_of
-from torch_shard._common.caller import caller, error_prefix, public
+from torch_shard._common.axes import manual_axes
+from torch_shard._common.caller import error_prefix, public
+from torch_shard._common.convert import spread_prefix
 from torch_shard._common.random import Key, fold_axes
 from torch_shard._common.types import Device, PyTree
-from torch_shard._common.validate import as_positions, check_count, check_kind, check_options, is_integer
-from torch_shard._interop import CLOSURE, PerClosure, Pure, Reader, adapt, pure_of, shift
-from torch_shard._sharding import as_devices, check_mesh
-from torch_shard._spmd.check_maps import (
-    as_names,
-    check_axes,
-    check_axis_name,
-    check_inputs,
-    check_leaves,
-    check_mapped,
-    check_names,
-    check_nesting,
-    check_outermost,
-    check_outputs,
-    check_places,
-    check_rows,
-    spread_specs,
-)
+from torch_shard._common.validate import as_positions, check_kind
+from torch_shard._interop import CLOSURE, PerClosure, Pure, Reader, adapt, pure_of
+from torch_shard._sharding import as_devices, check_mesh, describe_mesh
 from torch_shard._spmd.vmap import vmap_of_arrays
 
 A = ParamSpec("A")
@@ -73,23 +59,13 @@ def jax_vmap(
         [3.0, 4.0]
     """
     pure = _folding(pure_of(fn), fold_in_axes)
-    if axis_name is not None:
-        check_axis_name(axis_name)
-    check_axes("out_axes", out_axes)
-    if not (axis_size is None or is_integer(axis_size)):
-        raise TypeError(f"jax_vmap: axis_size must be an int, got {axis_size!r}.")
-    if axis_size is not None:
-        check_count("axis_size", axis_size)
-    check_options(jax.vmap, kwargs, ("fun",))
     vmap = functools.partial(jax.vmap, axis_name=axis_name, **kwargs)
 
     @error_prefix("jax_vmap")
     def mapped(key: Key, /, *args: PyTree, **named: PyTree) -> PyTree:
-        axes = _axes_of(in_axes, len(args), fn)
-        names = [*names_of(fn, len(args)), *named]
-        spread = check_mapped(names, (*args, *named.values()), (*axes, *(0 for _ in named)), axis_size=axis_size)
+        size = _num_rows(fn, in_axes, axis_size, args, named)
         leaves, tree = jax.tree.flatten((args, named))
-
+        spread = spread_prefix((_axes_of(in_axes, len(args)), dict.fromkeys(named, 0)), tree)
         tensors, values = CLOSURE.held()
         token, is_read = CLOSURE.token, bool(CLOSURE.readers)
 
@@ -97,13 +73,27 @@ def jax_vmap(
             args, named = jax.tree.unflatten(tree, inputs[len(values) :])
             reader = Reader(tensors, inputs[: len(values)], token, partial=True)
             with reader.active() if is_read else contextlib.nullcontext():
-                return check_rows(pure(key, *args, **named), out_axes)
+                return pure(key, *args, **named)
 
-        axes = (None, *(None for _ in values), *spread.axes)
-        run = vmap_of_arrays(of_leaves, axes, out_axes, axis_size=spread.size, vmap=vmap)
+        axes = (None, *(None for _ in values), *spread)
+        run = vmap_of_arrays(of_leaves, axes, out_axes, axis_size=size, vmap=vmap)
         return run(key, *values, *map(jax.numpy.asarray, leaves))
 
     return adapt(fn, mapped)
+
+
+def _num_rows(
+    fn: Callable[..., object], in_axes: PyTree, axis_size: int | None, args: Sequence[PyTree], named: dict[str, PyTree]
+) -> int:
+    """How many rows are mapped, by JAX, which refuses axes that do not fit the arguments as the user counts them."""
+    found: list[int] = []
+
+    @functools.wraps(fn, updated=())
+    def row(*args: PyTree, **named: PyTree) -> None:
+        found.append(jax.lax.axis_size("rows"))
+
+    jax.vmap(row, in_axes, axis_name="rows", axis_size=axis_size)(*args, **named)
+    return found[0]
 
 
 @public
@@ -142,38 +132,28 @@ def jax_pmap(
         >>> ts.jax_pmap(lambda x: psum(x, "i"), axis_name="i")(torch.tensor([1.0, 2.0])).tolist()
         [3.0, 3.0]
     """
-    if axis_name is not None:
-        check_axis_name(axis_name)
-    check_axes("out_axes", out_axes)
-    check_options(jax.pmap, kwargs, ("fun",))
+    check_kind("axis_name", axis_name, str | None)
     options: dict[str, Any] = {"out_axes": out_axes, **kwargs}
     if devices is not None:
-        options["devices"] = devices = as_devices(devices)
+        options["devices"] = as_devices(devices)
 
     @error_prefix("jax_pmap")
     def compile_for(run: Pure, num_args: int) -> Pure:
-        axes = _axes_of(in_axes, num_args, fn)
         names = names_of(fn, num_args)
-        static = as_positions("static_broadcasted_argnums", static_broadcasted_argnums, names)
-        donated = as_positions("donate_argnums", donate_argnums, names)
-        numbers = {"static_broadcasted_argnums": shift(static), "donate_argnums": shift(donated)}
+        for name, positions in (
+            ("static_broadcasted_argnums", static_broadcasted_argnums),
+            ("donate_argnums", donate_argnums),
+        ):
+            options[name] = as_positions(name, positions, names)
 
-        def local(given: tuple[list[jax.Array], Key], /, *args: PyTree, **named: PyTree) -> PyTree:
-            return check_rows(run(*given, *args, **named), out_axes)
+        @functools.wraps(fn, updated=())
+        def local(*args: PyTree, **named: PyTree) -> PyTree:
+            *own, (values, key) = args
+            return run(values, key, *own, **named)
 
-        # One argument for values and key: where in_axes is flat, with an empty list of values JAX 0.10 can take the
-        # axes of the arguments for those of their leaves.
-        mapped = jax.pmap(local, axis_name, in_axes=((None, None), *axes), **numbers, **options)
-        limit = len(devices) if devices is not None else jax.local_device_count(kwargs.get("backend"))
-
-        @error_prefix("jax_pmap")
-        def checked(values: list[jax.Array], key: Key, /, *args: PyTree, **named: PyTree) -> PyTree:
-            check_outermost()
-            every = (*args, *named.values()), (*axes, *(0 for _ in named))
-            check_mapped([*names, *named], *every, axis_size=kwargs.get("axis_size"), static=static, limit=limit)
-            return mapped((values, key), *args, **named)
-
-        return checked
+        # One argument for values and key, the last, so that JAX counts the others as the user does.
+        mapped = jax.pmap(local, axis_name, in_axes=(*_axes_of(in_axes, num_args), (None, None)), **options)
+        return lambda values, key, /, *args, **named: mapped(*args, (values, key), **named)
 
     return adapt(fn, PerClosure(_folding(pure_of(fn), fold_in_axes), compile_for))
 
@@ -209,8 +189,8 @@ def jax_shard_map(
         fold_in_axes: Mesh axes along which random numbers differ.
 
     Raises:
-        TypeError: A spec is no `PartitionSpec`, or arguments and specs differ in structure.
-        ValueError: A spec does not fit its argument or result, each named with what to do.
+        TypeError: A spec is no `PartitionSpec`.
+        ValueError: A spec does not fit its argument or result, in JAX's words.
 
     Example:
         >>> import torch, torch_shard as ts
@@ -223,84 +203,73 @@ def jax_shard_map(
         3.5
     """
     check_mesh(mesh)
-    check_kind("check_vma", check_vma, bool)
-    mapped_names = as_names("axis_names", axis_names)
-    check_names("in_specs", in_specs, mesh, mapped_names)
-    check_names("out_specs", out_specs, mesh, mapped_names)
-    pure = _folding(pure_of(fn), fold_in_axes, mesh)
-    called = functools.cache(functools.partial(names_of, fn))  # not at each call
 
     def compile_for(run: Pure, num_args: int) -> Pure:
-        names = called(num_args)
-        given = tuple(in_specs) if isinstance(in_specs, (tuple, list)) else (in_specs,) * num_args
+        specs = tuple(in_specs) if isinstance(in_specs, (tuple, list)) else (in_specs,) * num_args
+
+        @functools.wraps(fn, updated=())
+        def local(*args: PyTree) -> PyTree:
+            *own, (values, key) = args
+            return run(values, key, *own)
 
         def whole(values: list[jax.Array], key: Key, *args: PyTree) -> PyTree:
-            specs = spread_specs("in_specs", given, args, names)
-            check_inputs(specs, args, names, mesh)
-
-            def local(*inputs: PyTree) -> PyTree:
-                result = run(*inputs)
-                check_outputs(result, out_specs, mesh, axes if check_vma else set())
-                return result
-
-            if outer := manual_axes():  # in a function that is mapped over other axes of the mesh
-                check_nesting(mesh, mapped_names)
-            axes = set(mapped_names or mesh.axis_names) - set(outer)
+            outer = manual_axes()  # in a function that is mapped over other axes of the mesh
+            axes = set(_names(axis_names) or mesh.axis_names) - set(outer)
+            if outer:
+                _check_nesting(mesh, axes)
             mapped = jax.shard_map(
                 local,
                 mesh=None if outer else mesh,
-                in_specs=(P(), P(), *specs),
+                in_specs=(*specs, P()),
                 out_specs=out_specs,
                 axis_names=axes,
                 check_vma=check_vma,
             )
-            return mapped(values, key, *args)
+            return mapped(*args, (values, key))
 
         return jax.jit(whole)
 
+    compiled = PerClosure(_folding(pure_of(fn), fold_in_axes), compile_for)
+
     @error_prefix("jax_shard_map")
-    def mapped(key: Key, /, *args: PyTree, **named: PyTree) -> PyTree:
-        if named:
-            raise TypeError(f"jax_shard_map: in_specs are by position, got the keyword {next(iter(named))!r}.")
-        names = called(len(args))
-        for name, arg in zip(names, args, strict=True):
-            check_leaves(name, arg)
-        check_places(names, args, mesh)
+    def mapped(key: Key, /, *args: PyTree) -> PyTree:
+        for leaf in jax.tree.leaves(args):
+            if isinstance(getattr(leaf, "sharding", None), NamedSharding):
+                check_mesh(leaf.sharding.mesh)  # JAX fails with a KeyError, of an axis that is Explicit
         return compiled(key, *args)
 
-    compiled = PerClosure(pure, compile_for)
     return adapt(fn, mapped)
 
 
-def _folding(pure: Pure, axes: Axes, mesh: Mesh | None = None) -> Pure:
+def _check_nesting(mesh: Mesh, axes: set[str]) -> None:
+    """Refuse a map within another one that has all its axes, or another mesh: JAX would map over those of the other."""
+    around = jax.sharding.get_abstract_mesh()
+    if not axes or dict(around.shape) != dict(mesh.shape):
+        raise ValueError(
+            f"jax_shard_map: a map around this one has the axes {tuple(manual_axes())} of {dict(around.shape)}. A map "
+            f"within needs the same mesh and other axes of it, and has the mesh {describe_mesh(mesh)}. Give the outer "
+            "jax_shard_map fewer axis_names."
+        )
+
+
+def _folding(pure: Pure, axes: Axes) -> Pure:
     """`pure` with a key that differs along these axes."""
-    names = as_names("fold_in_axes", axes)
-    if mesh is not None and not set(names) <= set(mesh.axis_names):
-        raise ValueError(f"{caller()}: fold_in_axes={axes!r} names an axis that the mesh lacks: {mesh.axis_names}.")
+    names = _names(axes)
     if not names:
         return pure
 
     def folded(key: Key, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        unbound = [name for name in names if size_of(name) is None]
-        if unbound:
-            raise ValueError(
-                f"{caller()}: fold_in_axes={axes!r} names {unbound[0]!r}, which is not the axis_name here."
-            )
         return pure(None if key is None else fold_axes(key, names), *args, **kwargs)
 
     return folded
 
 
-def _axes_of(in_axes: PyTree, num_args: int, fn: Callable[..., object]) -> tuple[PyTree, ...]:
-    check_axes("in_axes", in_axes)
-    if not isinstance(in_axes, (tuple, list)):
-        return (in_axes,) * num_args
-    if len(in_axes) != num_args:
-        raise ValueError(
-            f"{caller()}: in_axes has {len(in_axes)} entries, and the function was called with {num_args} arguments "
-            f"({', '.join(names_of(fn, num_args))}). Give one for each, or an int for all."
-        )
-    return tuple(in_axes)
+def _names(axes: Iterable[str]) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _axes_of(in_axes: PyTree, num_args: int) -> tuple[PyTree, ...]:
+    return tuple(in_axes) if isinstance(in_axes, (tuple, list)) else (in_axes,) * num_args
 
 
 def names_of(fn: Callable[..., object], num_args: int) -> list[str]:

@@ -15,10 +15,10 @@ from torch_shard._common.caller import error_prefix, public
 from torch_shard._common.random import Key, fold_axes, wrap_seed
 from torch_shard._common.static import Static
 from torch_shard._common.types import Device, PyTree
+from torch_shard._common.validate import check_kind
 from torch_shard._interop import PerClosure, Pure, adapt, pure_of
 from torch_shard._sharding import as_devices
 from torch_shard._spmd.arg_kinds import KINDS, RNG, STATIC, ArgKind, ArgKinds, Kind, is_typed_key, kind_of
-from torch_shard._spmd.check_maps import check_axis_name, check_outermost, check_places, check_result
 
 
 @public
@@ -64,7 +64,7 @@ def tpmap(
         >>> share(torch.full((16,), 3.0))[:2].tolist()
         [0.0625, 0.0625]
     """
-    check_axis_name(axis_name)
+    check_kind("axis_name", axis_name, str)
     kinds = ArgKinds(f, argtypes, kwargtypes or {})
     join = _join_of(wrap_return)
     mesh = functools.cache(lambda: _mesh_of(axis_name, devices))
@@ -72,9 +72,7 @@ def tpmap(
 
     @error_prefix("tpmap")
     def checked(key: Key, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        check_outermost()
         kinds.check(args, kwargs, mesh().size)
-        check_places([*kinds.names, *kwargs], [*args, *kwargs.values()], mesh())
         args, kwargs = kinds.map(_prepare, args, kwargs)
         return compiled(key, *args, **kwargs)
 
@@ -119,12 +117,11 @@ def _mapped(run: Pure, mesh: Mesh, kinds: ArgKinds) -> Pure:
         elif key is not None:
             key = fold_axes(key, (axis,))
         args, kwargs = kinds.map(lambda kind, value: value.value if kind is STATIC else value, args, kwargs)
-        return jax.tree_util.tree_map_with_path(_give_row, run(values, key, *args, **kwargs))
+        return jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), run(values, key, *args, **kwargs))
 
     def whole(values: list[jax.Array], key: Key, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         specs = kinds.map(lambda kind, value: P(axis) if kind.spread else P(), args, kwargs)
         rows = kinds.map(lambda kind, value: _spread(kind, value, mesh.size), args, kwargs)
-        _check_rows(kinds, rows, mesh.size)
         # Everything counts as each device's own, so that gradients within are too, of closed-over parameters as well.
         mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P(), *specs), out_specs=P(axis), check_vma=False)
         return mapped(values, key, *rows)
@@ -142,24 +139,8 @@ def _spread(kind: ArgKind, value: PyTree, num_devices: int) -> PyTree:
     return jax.tree.map(functools.partial(pure_of(lambda leaf: spread(leaf, num_devices)), None), value)
 
 
-def _check_rows(kinds: ArgKinds, rows: PyTree, num_devices: int) -> None:
-    """Refuse what kinds of one's own have spread into another number of rows than there are devices."""
-    for name, kind, tree in kinds.items(*rows):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if kind.spread else ():
-            if jnp.shape(leaf)[:1] != (num_devices,):
-                raise ValueError(
-                    f"tpmap: the `spread` of the kind of {name}{jax.tree_util.keystr(path)} must give a leading dim of "
-                    f"{num_devices}, one row for each device, and gave shape {jnp.shape(leaf)}."
-                )
-
-
 def _take_row(kind: ArgKind, value: PyTree) -> PyTree:
-    return jax.tree.map(lambda rows: rows[0], value) if kind.spread else value
-
-
-def _give_row(path: jax.tree_util.KeyPath, leaf: PyTree) -> jax.Array:
-    check_result(f"tpmap: result{jax.tree_util.keystr(path)}", leaf)
-    return jnp.asarray(leaf)[None]
+    return jax.tree.map(lambda rows: rows.squeeze(0), value) if kind.spread else value  # JAX refuses more rows than one
 
 
 def _join_of(wrap_return: PyTree) -> Callable[[PyTree], PyTree] | None:

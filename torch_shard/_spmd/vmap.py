@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from torch_shard._common.axes import vjp_of_chosen
+from torch_shard._common.convert import spread_prefix
 from torch_shard._common.types import PyTree
 
 
@@ -39,7 +40,7 @@ def vmap_of_arrays(
 
     def backward(arrays: tuple[jax.Array, ...], cotangents: PyTree) -> tuple[jax.Array | None, ...]:
         leaves, tree = jax.tree.flatten(cotangents)
-        axes = tree.flatten_up_to(_spread(out_axes, tree))
+        axes = spread_prefix(out_axes, tree)
         given = [leaf.dtype != jax.dtypes.float0 for leaf in leaves]
         wanted = [a is not None and jnp.issubdtype(a.dtype, jnp.inexact) for a in arrays]
         # A result that is not mapped is one for all rows: each has its share of the gradient.
@@ -64,11 +65,3 @@ def _pull(
 
 def _unmap(rows: jax.Array, axis: int | None) -> jax.Array:
     return rows.sum(0) if axis is None else jnp.moveaxis(rows, 0, axis)
-
-
-def _is_axis(value: object) -> bool:
-    return value is None or isinstance(value, int)
-
-
-def _spread(out_axes: PyTree, tree: PyTree) -> PyTree:
-    return jax.tree.broadcast(out_axes, jax.tree.unflatten(tree, range(tree.num_leaves)), is_leaf=_is_axis)
