@@ -141,6 +141,21 @@ def test_pieces_train_as_in_torch_and_nothing_moves():
     step.prove(state, make_batch()).raise_if_different()
 
 
+def test_pieces_are_split_in_use_as_their_entry_is():
+    """On three axes, an entry that is split over two of them in one dim is gathered over one where it is used."""
+    mesh = ts.make_mesh(batch=2, extra=2, model=2)
+    rules = {"*.*.qkv.weight": P(("extra", "model"), "batch"), "*.*.gate_up": P("batch", ("extra", "model"))}
+    plan = ts.ShardingPlan(rules, default=P(), stored=STORED)
+    step = step_of(make_model(), loss_fn, optax.sgd(0.1), mesh=mesh, plan=plan)
+    found = step.constraints(make_batch()).values
+    entries = {(v.shape, v.axes) for v in found if v.why.startswith("an entry")}
+    assert entries == {
+        ((3, D, D), "0: whole, 1: extra, 2: whole"),
+        ((D, 2, HIDDEN), "0: whole, 1: whole, 2: extra"),
+    }
+    step.prove(step.init(seed=0), make_batch()).raise_if_different()
+
+
 class Softmaxed(nn.Linear):
     """A model that looks at all pieces at once."""
 

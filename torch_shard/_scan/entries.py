@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 from torch.fx import Graph, Node
 
 from torch_shard._capture import Captured
-from torch_shard._common.fx import args_of
+from torch_shard._common.fx import args_of, shape_of
 from torch_shard._lowering import USED_AS
 from torch_shard._scan.bundles import GraphInput
 from torch_shard._scan.piece_values import Cut
@@ -58,10 +58,18 @@ class EntryNotes:
     ) -> None:
         for node, name in inputs.items():
             if name in self.uses:
-                node.meta[USED_AS] = self.uses[name]
+                node.meta[USED_AS] = self._use(name, len(shape_of(node)))
         if self.cuts:
             cuts = {node: self.cuts[name] for node, name in inputs.items() if name in self.cuts}
             take_apart(graph, cuts, {at: self.cuts.get(name) for at, name in grads.items()}, calls)
+
+    def _use(self, name: str, ndim: int) -> PartitionSpec:
+        """How an entry is split in use, in the form in which a program takes it: each piece is split alike."""
+        spec = self.uses[name]
+        if name not in self.cuts:
+            return spec
+        parts, at = [*spec, *[None] * (ndim - len(spec))], ndim + self.cuts[name][1]
+        return PartitionSpec(*parts[:at], None, *parts[at:])
 
 
 def _name(given: GraphInput | None, member: int | None) -> str:

@@ -127,6 +127,10 @@ def _flops(node: Node) -> float:
             return 2 * out.numel() * args[0].shape[-1]
         case "addmm" | "baddbmm":
             return 2 * out.numel() * args[1].shape[-1]
+        case "einsum":
+            letters = args[2].split("->")[0].split(",")
+            sizes = {k: n for of, x in zip(letters, args[:2], strict=True) for k, n in zip(of, x.shape, strict=True)}
+            return 2 * math.prod(sizes.values())
         case "convolution":
             return 2 * out.numel() * math.prod(args[1].shape[1:])
         case "attention":

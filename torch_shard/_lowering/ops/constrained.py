@@ -10,7 +10,7 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 from torch.fx import Node
 
-from torch_shard._common.fx import args_of, shape_of
+from torch_shard._common.fx import args_of, operator_name, shape_of
 from torch_shard._common.overrides import captured_op
 from torch_shard._lowering.constraints import RESULT, ROWS, SEQUENCE, Constraint, Found, dim_of, lies, whole_along
 from torch_shard._lowering.ops.registry import lowers
@@ -80,7 +80,11 @@ def same(x: jax.Array, *_: object) -> jax.Array:
 
 @lies(WHOLE_ALONG)
 def _whole(node: Node, split: RowSplit) -> Found:
-    yield RESULT, whole_along(node, args_of(node)[1], split, "pieces of a fused projection are put together")
+    why = "pieces of a fused projection are put together"
+    if any("experts" in operator_name(user) for reshaped in node.users for user in reshaped.users):
+        yield RESULT, Constraint(PartitionSpec(split.experts), why)  # on the device that has the expert
+    else:
+        yield RESULT, whole_along(node, args_of(node)[1], split, why)
 
 
 @lies(CONSTRAINED)
