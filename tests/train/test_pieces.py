@@ -163,9 +163,20 @@ class Softmaxed(nn.Linear):
         return super().forward(input).softmax(-1).chunk(2, -1)[0]
 
 
-def test_an_operator_that_does_not_know_pieces_is_right_and_warned_of(caplog: pytest.LogCaptureFixture):
+class OfEntry(nn.Linear):
+    """A model that looks at all pieces of its weight, and writes products in other ways."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        first, second = (self.weight @ input.mT).chunk(2, -2)
+        return first.mT * second.mT + (input @ self.weight.softmax(0).mT)[..., :4] + input @ self.weight[4:].mT
+
+
+@pytest.mark.parametrize("kind", [Softmaxed, OfEntry])
+def test_an_operator_that_does_not_know_pieces_is_right_and_warned_of(
+    kind: type[nn.Linear], caplog: pytest.LogCaptureFixture
+):
     plan = ts.ShardingPlan({"*": P("model")}, stored={"*": ts.Pieces(2, dim=0)})
-    step = step_of(Softmaxed(D, 8), loss_fn, plan=plan)
+    step = step_of(kind(D, 8), loss_fn, plan=plan)
     with caplog.at_level(logging.WARNING):
         step.prove(step.init(seed=0), make_batch()).raise_if_different()
     assert "is put together for aten._softmax" in caplog.text

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from torch_shard._common.fx import args_of, aten_name, fill_in, is_random, outputs_of, shape_of
+from torch_shard._common.fx import args_of, aten_name, fill_in, is_random, operator_name, outputs_of, shape_of
 from torch_shard._common.operator_families import RESHAPES, is_pointwise
 from torch_shard._lowering import CONSTRAINED, own_of
 from torch_shard._scan.piece_rules import PRODUCTS, TURNS, cut_in_view, filled, moved_to, rule_of
-from torch_shard._scan.piece_values import Apart, Builder, Cut, cut_shape, empty
+from torch_shard._scan.piece_values import Apart, Builder, Cut, cut_shape, empty, node_of
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call
 
 logger = logging.getLogger(__name__)
@@ -54,8 +54,9 @@ def take_apart(
             value = rewriter.value(node)
             outputs[at] = builder.whole(end, value) if cut is None else builder.as_pieces(end, value, *cut)
     end.args = (tuple(outputs),)
-    rewriter.finish()
     graph.eliminate_dead_code()
+    for node in inputs:
+        graph.erase_node(node)
 
 
 class _Rewriter:
@@ -70,18 +71,17 @@ class _Rewriter:
         return self._values.get(node, node)
 
     def keep(self, node: Node, cut: Cut) -> None:
-        """Note that a node gives its value in pieces."""
-        self._values[node] = Apart(node, shape_of(node), *cut)
-
-    def finish(self) -> None:
-        """Let those nodes say so."""
-        for node, value in self._values.items():
-            if isinstance(value, Apart) and value.node is node:
-                node.meta["val"] = empty(cut_shape(value.shape, *value.cut), node)
+        """Let a node that gives its value in pieces take the place of one of the whole."""
+        with node.graph.inserting_before(node):
+            new = node.graph.create_node(node.op, node.target, node.args, node.kwargs)
+        new.meta = {**node.meta, "val": empty(cut_shape(shape_of(node), *cut), node)}
+        self._values[node] = Apart(new, shape_of(node), *cut)
 
     def rewrite(self, node: Node) -> None:
         if node.target is LAYER:
-            self._layers[args_of(node)[0]] = list(args_of(node)[1])  # which takes them as they are
+            self._layers[args_of(node)[0]] = list(args_of(node)[1])
+            for source in node.all_input_nodes:
+                node.replace_input_with(source, node_of(self.value(source)))
         elif node.target is operator.getitem:
             self._take(node)
         elif node in self._builder.wanted or any(source in self._values for source in node.all_input_nodes):
@@ -119,7 +119,8 @@ class _Rewriter:
     def _merge_sources(self, node: Node) -> None:
         for source in node.all_input_nodes:
             if isinstance(value := self.value(source), Apart):
-                self._warn(node)
+                if "experts" not in operator_name(node):  # whose pieces meet where the expert is
+                    self._warn(node)
                 node.replace_input_with(source, self._builder.whole(node, value))
 
     def _warn(self, node: Node) -> None:
