@@ -185,6 +185,7 @@ _PACKAGES = (
         "_inspect",
         "_interop",
         "_io",
+        "_lowering",
         "_materialize",
         "_sharding",
         "_spmd",

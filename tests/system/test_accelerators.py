@@ -55,4 +55,4 @@ def test_what_was_exported_runs_as_the_step_does(evaluates: bool) -> None:
         ours, theirs = (
             jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a for a in (ours, theirs)
         )
-        np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)  # other options of the compiler, other fusions

@@ -105,3 +105,15 @@ def test_errors_say_what_to_do():
         ts.make_apply(net(), mesh=mesh, plan=PLAN, fn=lambda model, batch: object())(torch.ones(8, 8))
     with pytest.raises(TypeError, match="make_apply: fn "):
         ts.make_apply(net(), mesh=mesh, plan=PLAN, fn=3)
+
+
+class Exponential(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.exp()
+
+
+def test_a_program_that_needs_options_of_the_compiler_runs_within_jax_jit():
+    """JAX takes options of what it compiles by itself alone; sums of exponentials have some on the CPU."""
+    batch, apply = torch.randn(8, 4), ts.make_apply(Exponential(), mesh=make_mesh((8, 1)), plan=WHOLE)
+    np.testing.assert_allclose(apply(batch), batch.exp(), rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(apply)(batch.numpy()), batch.exp(), rtol=1e-6)

@@ -68,7 +68,8 @@ class ConstrainedValues(InNotebooks):
         >>> from jax.sharding import PartitionSpec as P
         >>> step = ts.make_train_step(
         ...     torch.nn.Sequential(torch.nn.Linear(8, 4)), lambda model, batch: model(batch).square().mean(),
-        ...     optax.sgd(0.1), mesh=ts.make_mesh(batch=2), plan=ts.ShardingPlan({}, default=P(None, "batch")),
+        ...     optax.sgd(0.1), mesh=ts.make_mesh(batch=2),
+        ...     plan=ts.ShardingPlan({"0.weight": P(None, "batch")}, default=P()),
         ... )
         >>> step.constraints(torch.empty(8, 8, device="meta")).why("0")
         ('rows stay split',)

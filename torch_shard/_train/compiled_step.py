@@ -324,7 +324,8 @@ class CompiledStep:
         body, how = self._body(Task(loss, run, shardings, key.skip_grad_norm))
         program = StepProgram(
             loss,
-            jax.jit(body, compiler_options=loss.compiler_options(self.mesh), **how),
+            functools.partial(jax.jit, body, **how),
+            loss.compiler_options(self.mesh),
             self.replicated,
             self._cache,
             inputs=self._inputs,

@@ -73,14 +73,17 @@ class StepProgram:
     def __init__(
         self,
         loss: LossProgram,
-        jitted: Callable[..., Any],
+        jit: Callable[..., Callable[..., Any]],
+        options: dict[str, Any] | None,
         sharding: NamedSharding,
         cache: CompileCache,
         *,
         inputs: tuple[torch.Tensor, ...],
         agree: Callable[..., None],
     ) -> None:
-        self.loss, self._jitted, self._sharding, self.agree = loss, jitted, sharding, agree
+        self.loss, self._sharding, self.agree = loss, sharding, agree
+        self._jitted = jit(compiler_options=options)
+        self._nested = jit()  # JAX takes options of what is compiled by itself alone
         self._tensors = (*loss.closure, *inputs)
         self._cold: CompileCache | None = cache  # until the first call, which compiles
         self._structs: tuple[TrainState, PyTree] | None = None
@@ -134,7 +137,7 @@ class StepProgram:
         leaves, tree = cast(tuple[list[Any], Any], jax.tree.flatten((state, arrays, self._closure_structs())))
 
         def run(leaves: list[Any]) -> list[Any]:
-            return jax.tree.leaves(self._jitted(*jax.tree.unflatten(tree, leaves)))
+            return jax.tree.leaves(self._nested(*jax.tree.unflatten(tree, leaves)))
 
         return jax.export.export(jax.jit(run), platforms=platforms)(leaves)
 
@@ -173,7 +176,9 @@ class StepProgram:
     def __call__(self, state: TrainState, arrays: Sequence[PyTree]) -> PyTree:
         self.num_calls += 1
         closure = self._closure() if self._tensors else []
-        if self._cold is None or any(isinstance(array, Tracer) for array in arrays):  # these compile what is around it
+        if any(isinstance(array, Tracer) for array in (*arrays, state.step)):  # these compile what is around it
+            return self._nested(state, arrays, closure)
+        if self._cold is None:
             if self._is_shared:
                 begin_run()
             return self._jitted(state, arrays, closure)
