@@ -2,8 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -20,10 +19,10 @@ _MAY_PAD = {"aten::constant_pad_nd", "torch_shard::ctc_backward", "torch_shard::
 # emit fusions is right. jaxlib 0.11 has it no more: there, no fusions at all, if the values are wrong with them.
 _WAYS: tuple[Options, ...] = ({"xla_cpu_use_fusion_emitters": False}, {}, {"xla_disable_hlo_passes": "fusion"})
 
-# XLA's CPU backend gives wrong values, NaN or infinity, for the sum of many exp(c * x) of bfloat16 x, which it hands to
-# YNNPACK (jaxlib 0.10.2). Without that all is right.
+# XLA's CPU backend of jax 0.10 gives wrong values for the sum of many exp(c * x) of bfloat16 x, which it hands to
+# YNNPACK: NaN, infinity, or the end of the process, so that it is not tried out. Without that all is right.
 _MAY_EXP = {"aten::exp", "aten::exp2", "aten::expm1", "torch_shard::call", "torch_shard::call_for_effect"}
-_WAYS_OF_EXP: tuple[Options, ...] = ({}, {"xla_cpu_experimental_ynn_fusion_type": ""})
+_WITHOUT_YNNPACK: Options = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 
 WHOLE: Options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
@@ -41,7 +40,7 @@ def compiler_options(graphs: Sequence[GraphModule], mesh: Mesh) -> Options | Non
     names = {getattr(node.target, "_name", "").split(".")[0] for graph in graphs for node in graph.graph.nodes}
     if platforms != {"cpu"}:
         return None
-    return {**(safe_pads() if names & _MAY_PAD else {}), **(safe_exps() if names & _MAY_EXP else {})} or None
+    return {**(safe_pads() if names & _MAY_PAD else {}), **(safe_exps(mesh) if names & _MAY_EXP else {})} or None
 
 
 def whole_collectives(mesh: Mesh) -> Options | None:
@@ -76,40 +75,26 @@ def safe_pads() -> Options:
     """The first way of these to compile for the CPU which this compiler has, and which pads right on this machine."""
     a, b = np.arange(32, dtype=np.float32).reshape(2, 2, 8)
     wanted = np.pad(a[:, :4] + b[:, :4], ((0, 0), (8, 8)))
-    return _right_way(_WAYS, cut_add_pad, (0, a, b), wanted, "pads the sum of two slices")
-
-
-@functools.cache
-def safe_exps() -> Options:
-    """The first way of these that is right about sums of exponentials."""
-    ones = np.ones(1 << 14, jax.numpy.bfloat16)
-    wanted = np.float32(ones.size * np.exp(-1))
-    return _right_way(_WAYS_OF_EXP, sum_of_exps, (ones,), wanted, "sums exponentials of bfloat16")
-
-
-def _right_way(
-    ways: Sequence[Options], program: Callable[..., jax.Array], args: Sequence[Any], wanted: Any, does: str
-) -> Options:
-    """The first way to compile a program for the CPU that gives what is wanted."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        for options in ways:
+        for options in _WAYS:
             try:
-                got = jax.jit(program, compiler_options=options)(*args)
+                got = jax.jit(cut_add_pad, compiler_options=options)(0, a, b)
             except jax.errors.JaxRuntimeError as error:
                 if "No such compile option" not in str(error):
                     raise
             else:
-                if np.allclose(got, wanted, rtol=1e-2):  # of bfloat16
+                if np.array_equal(got, wanted):
                     return options
     raise NotImplementedError(
-        f"XLA's CPU backend (jax {jax.__version__}) {does} wrong on this machine, whatever its options. Use another "
-        "version of jax."
+        f"XLA's CPU backend (jax {jax.__version__}) pads the sum of two slices wrong on this machine, whatever its "
+        "options. Use another version of jax."
     )
 
 
-def sum_of_exps(x: jax.Array) -> jax.Array:
-    """The smallest program of which XLA's CPU backend has the exponentials wrong."""
-    return jax.numpy.exp(-1 * x.astype(np.float32)).sum()
+@functools.cache
+def safe_exps(mesh: Mesh) -> Options:
+    """Options for right sums of exponentials on CPUs."""
+    return _WITHOUT_YNNPACK if jax.__version_info__ < (0, 11) and _compiles(_WITHOUT_YNNPACK, mesh) else {}
 
 
 def cut_add_pad(i: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
