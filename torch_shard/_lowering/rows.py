@@ -71,10 +71,6 @@ class RowSplit:
         """Of the devices."""
         return self.mesh.devices.flat[0].platform
 
-    def sharding(self, dim: int, ndim: int) -> NamedSharding:
-        """That of a value which has the rows along one of its dims: the compiler chooses for the others."""
-        return self.along({dim: self.axes}, ndim)
-
     def along(self, axes: Mapping[int, tuple[str, ...]], ndim: int) -> NamedSharding:
         """That of a value whose dims are split over these axes: the compiler chooses for the others."""
         return NamedSharding(

@@ -14,6 +14,7 @@ from torch_shard._scan.bundles import GraphInput
 from torch_shard._scan.piece_values import Cut
 from torch_shard._scan.pieces import take_apart
 from torch_shard._scan.region import LAYER, Call, Region
+from torch_shard._sharding import Pieces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +67,7 @@ class EntryNotes:
     def _use(self, name: str, ndim: int) -> PartitionSpec:
         """How an entry is split in use, in the form in which a program takes it: each piece is split alike."""
         spec = self.uses[name]
-        if name not in self.cuts:
-            return spec
-        parts, at = [*spec, *[None] * (ndim - len(spec))], ndim + self.cuts[name][1]
-        return PartitionSpec(*parts[:at], None, *parts[at:])
+        return Pieces(*self.cuts[name]).stored_spec(spec, ndim=ndim) if name in self.cuts else spec
 
 
 def _name(given: GraphInput | None, member: int | None) -> str:
