@@ -1,6 +1,6 @@
 """Functions across the border: a torch callable as a JAX function, JAX as torch, the jax_* adapters."""
 
-from torch_shard._interop.adapt import PerClosure, Pure, adapt, shift
+from torch_shard._interop.adapt import PerClosure, Pure, adapt
 from torch_shard._interop.closure import CLOSURE, Reader
 from torch_shard._interop.effects import debug_print
 from torch_shard._interop.kernels import Kernel
