@@ -43,12 +43,14 @@ class ProgramMemory:
         outputs: Of the program.
         temporaries: What is in between.
         aliased: Of the outputs, what has the place of an argument.
+        host: In the host's memory.
     """
 
     arguments: int
     outputs: int
     temporaries: int
     aliased: int
+    host: int = 0
 
     @property
     def held(self) -> int:
@@ -76,6 +78,10 @@ def memory_of_program(compiled: jax.stages.Compiled, platform: str) -> ProgramMe
         outputs=found.output_size_in_bytes,
         temporaries=found.temp_size_in_bytes,
         aliased=found.alias_size_in_bytes,
+        host=found.host_argument_size_in_bytes
+        + found.host_output_size_in_bytes
+        - found.host_alias_size_in_bytes
+        + found.host_temp_size_in_bytes,
     )
     if platform != "tpu":
         return memory

@@ -59,6 +59,11 @@ class Array:
         return self.bits / 8 * math.prod(sizes)
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether it lies in the host's memory."""
+        return "S(5)" in self.layout
+
+    @property
     def is_on_chip(self) -> bool:
         """Whether it lies beside the arithmetic units and not in the device's memory."""
         return re.search(r"S\([1-9]\)", self.layout) is not None

@@ -25,9 +25,15 @@ from torch_shard._cost.exposed import exposed_by_axis
 from torch_shard._cost.fitting import TooLarge, compile_or_refuse, memory_of_program
 from torch_shard._cost.saved import saved_bytes
 from torch_shard._cost.total import Cost, costs_of
-from torch_shard._sharding import ResolvedPlan, describe_mesh, memory_of, slices_of
+from torch_shard._sharding import ResolvedPlan, describe_mesh, is_pinned, memory_of, slices_of
 
 _SHOWN, _WIDEST = 24, 8
+
+HOST_BYTES_PER_SECOND = {"TPU v4": 16e9, "TPU v5 lite": 16e9, "TPU v5": 16e9, "TPU v6 lite": 32e9}
+"""Between a device and the memory of its host, one way, by kind of device.
+
+Source: "How to Scale Your Model" (jax-ml.github.io/scaling-book), "How to Think About TPUs": PCIe of each chip.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +49,7 @@ class PreviewMemory:
         saved: Values that the forward pass leaves for the backward pass.
         temporaries: All others that are made on the way.
         peak: Everything together, what is donated counted once; for TPUs by their compiler's own account.
+        host: Bytes in the host's memory for this device, which are in none of the others (`offload=`).
     """
 
     parameters: int
@@ -53,6 +60,7 @@ class PreviewMemory:
     saved: int
     temporaries: int
     peak: int
+    host: int = 0
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -74,6 +82,9 @@ class Preview(InNotebooks):
         exposed_by_axis: The same by axis of the mesh; by two, `"batch, model"`, where devices of both take part.
         between_slices: Bytes that one device receives from other TPU slices, over the slower network, which are not in
             `collective_bytes`; None where all devices are of one slice.
+        host_bytes: That one device brings in from the host's memory and sends there.
+        host_seconds: What the transfers between host and device take by themselves, at the published speed of the link;
+            None where that is not known. Some of them are hidden behind arithmetic.
 
     Example:
         >>> import optax, torch, torch_shard as ts
@@ -100,6 +111,8 @@ class Preview(InNotebooks):
     exposed: int | None = None
     exposed_by_axis: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
     between_slices: int | None = None
+    host_bytes: int = 0
+    host_seconds: float | None = None
 
     @property
     def collectives(self) -> dict[str, int]:
@@ -227,11 +240,15 @@ class Preview(InNotebooks):
         room = "" if self.limit is None else f" of {_size(self.limit)}: {'fits' if self.fits() else 'does not fit'}"
         table = _table(f"Memory of one device, {self.mesh}", "part", "size")
         for field in dataclasses.fields(self.memory):
-            if field.name != "peak" and (size := getattr(self.memory, field.name)):
+            if field.name not in ("peak", "host") and (size := getattr(self.memory, field.name)):
                 table.add_row(field.name, _size(size))
         table.add_section()
         table.add_row("peak", f"{_size(self.memory.peak)}{room}")
-        table.caption = self.refused or None
+        if self.memory.host:
+            seconds = "" if self.host_seconds is None else f", {self.host_seconds:.2f} s at the speed of the link"
+            table.add_row("in the host's memory", f"{_size(self.memory.host)}")
+            table.caption = f"{_size(self.host_bytes)} go to the host and come back in a step{seconds}"
+        table.caption = self.refused or table.caption
         return table
 
     def _collectives_table(self) -> Table:
@@ -327,7 +344,9 @@ def preview_of(
     text, found = compiled.as_text() or "", memory_of_program(compiled, device.platform)
     costs, modules = costs_of(text), ModulePaths(paths)
     saved = min(int(saved_bytes(text)), found.temporaries)
-    memory = PreviewMemory(**parts, saved=saved, temporaries=found.temporaries - saved, peak=found.peak)
+    memory = PreviewMemory(
+        **parts, saved=saved, temporaries=found.temporaries - saved, peak=found.peak, host=found.host
+    )
     widest = tuple(_widest(costs, modules))
     waited = exposed_by_axis(text, getattr(device, "device_kind", ""), plan.mesh.shape)
     exposed = None if waited is None else sum(waited.values())
@@ -343,13 +362,20 @@ def preview_of(
         notes=said,
         exposed=exposed,
         exposed_by_axis=waited or {},
+        host_bytes=(host_bytes := int(sum(cost.host_bytes for cost in costs))),
+        host_seconds=_host_seconds(host_bytes, getattr(device, "device_kind", "")),
         between_slices=int(sum(cost.between_slices for cost in costs)) if len(set(slices_of(plan.mesh))) > 1 else None,
     )
 
 
+def _host_seconds(num_bytes: float, device_kind: str) -> float | None:
+    rate = HOST_BYTES_PER_SECOND.get(device_kind)
+    return None if rate is None else num_bytes / rate
+
+
 def _bytes_of(tree: PyTree) -> int:
-    """Bytes of the arrays of a tree on one device."""
-    leaves: list[Any] = jax.tree.leaves(tree)
+    """Bytes of the arrays of a tree in one device's own memory."""
+    leaves: list[Any] = [leaf for leaf in jax.tree.leaves(tree) if not is_pinned(leaf.sharding)]
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 

@@ -38,6 +38,7 @@ class Cost:
         collective: What it receives from other devices, each time.
         largest: Bytes of its largest result, and what that is.
         between_slices: Bytes from other TPU slices, all times together.
+        host_bytes: That come from the host's memory or go there, all times together.
     """
 
     label: str
@@ -49,6 +50,7 @@ class Cost:
     collective: Collective | None = None
     largest: tuple[float, str] = (0.0, "")
     between_slices: float = 0.0
+    host_bytes: float = 0.0
 
     @property
     def received_bytes(self) -> float:
@@ -92,7 +94,8 @@ class Walk:
 
     def _own(self, instruction: Instruction, times: float) -> Cost:
         cycles = self.cycles(instruction)
-        largest = max(instruction.results, key=lambda array: array.num_bytes, default=None)
+        results = [array for array in instruction.results if not array.is_on_host]
+        largest = max(results, key=lambda array: array.num_bytes, default=None)
         return Cost(
             self.hlo.label(instruction),
             instruction.op,
@@ -101,6 +104,7 @@ class Walk:
             flops=self._total(instruction, lambda inner: flops_of(self.hlo, inner)) * times,
             memory_bytes=self._traffic.of(instruction) * times,
             largest=(0.0, "") if largest is None else (largest.num_bytes, f"{largest.dtype}{list(largest.shape)}"),
+            host_bytes=_host_bytes(instruction) * times,
         )
 
     def cycles(self, instruction: Instruction) -> int | None:
@@ -121,6 +125,14 @@ class Walk:
                 label = self.hlo.label(instruction)
                 own = "" if inner is instruction else inner.label
                 yield Cost(own or label, inner.op, times, collective=moved)
+
+
+def _host_bytes(instruction: Instruction) -> float:
+    """What a copy, or that of a slice, brings from the host's memory or puts there: its array in the device's."""
+    results = instruction.results
+    if not instruction.op.endswith("-start") or not any(array.is_on_host for array in results):
+        return 0.0
+    return max((array.num_padded_bytes for array in results if array.shape and not array.is_on_host), default=0.0)
 
 
 def _cycles(instruction: Instruction) -> int | None:

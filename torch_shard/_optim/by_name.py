@@ -8,8 +8,10 @@ So the result is that of the function by its structure, whatever the function is
 # JAX annotates its functions in part, and says nothing of what `jax.tree.map` gives to a function.
 # pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 
+import collections
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import jax
@@ -18,10 +20,21 @@ import numpy as np
 from torch_shard._common.types import PyTree
 from torch_shard._optim.elementwise import works_by_element
 from torch_shard._optim.vectorize import RowProgram, RowSlot, RowValue, assemble
-from torch_shard._sharding import Layout, Stacks, as_dicts, keep_stacks, stack_dicts, whole_stacks
+from torch_shard._sharding import (
+    HostTransfers,
+    Layout,
+    Stacks,
+    as_dicts,
+    is_on_host,
+    keep_stacks,
+    stack_dicts,
+    whole_stacks,
+)
 
 
-def run_by_name(fn: Callable[..., PyTree], *args: PyTree, layout: Layout) -> PyTree:
+def run_by_name(
+    fn: Callable[..., PyTree], *args: PyTree, layout: Layout, transfers: HostTransfers | None = None
+) -> PyTree:
     """Call `fn` as if every `Stacks` were a plain dict, at the price of the stored arrays.
 
     It sees entries in torch's shape; but where that makes no difference to it, as each element goes by itself, those
@@ -31,6 +44,7 @@ def run_by_name(fn: Callable[..., PyTree], *args: PyTree, layout: Layout) -> PyT
         fn: A function of pytrees that JAX can trace; it is traced once, with dicts by name.
         *args: Pytrees of arrays, some of them in `Stacks`.
         layout: How dicts by these names (or some of them) are stored in the result.
+        transfers: Of arguments that lie in the host's memory, if some do; the results replace what it says.
 
     Returns:
         What `fn` returns, with `Stacks` for dicts by name. The values are those of the plain call, up to the order in
@@ -44,27 +58,49 @@ def run_by_name(fn: Callable[..., PyTree], *args: PyTree, layout: Layout) -> PyT
         ((2, 3), 6.0)
     """
     if not layout.kept:
-        return _run(fn, args, layout)
+        return _run(fn, args, layout, transfers)
     whole, apart = whole_stacks(args), whole_stacks(args, but_pieces=True)
     shapes = {form.shape: form.stored_shape for form in layout.forms.values() if form.cut is not None}
     if shapes and works_by_element(fn, as_dicts(whole), as_dicts(apart), shapes):
-        return keep_stacks(_run(fn, apart, layout.plain), layout, but_pieces=True)
-    return keep_stacks(_run(fn, whole, layout.plain), layout)
+        return keep_stacks(_run(fn, apart, layout.plain, transfers), layout, but_pieces=True)
+    return keep_stacks(_run(fn, whole, layout.plain, transfers), layout)
 
 
-def _run(fn: Callable[..., PyTree], args: tuple[PyTree, ...], layout: Layout) -> PyTree:
-    if all(len(group) == 1 for group in layout.groups):
+def _run(
+    fn: Callable[..., PyTree], args: tuple[PyTree, ...], layout: Layout, transfers: HostTransfers | None
+) -> PyTree:
+    if transfers is None and all(len(group) == 1 for group in layout.groups):
         return stack_dicts(fn(*as_dicts(args)), layout)
-    leaves = jax.tree.map(_by_name, args, is_leaf=lambda node: isinstance(node, Stacks))
+    brought: dict[int, RowValue] = {}
+    given = functools.partial(_by_name, transfers=transfers, brought=brought)
+    leaves = jax.tree.map(given, args, is_leaf=lambda node: isinstance(node, Stacks))
     jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(lambda leaf: leaf.struct, leaves))
     program = RowProgram()
     consts = [RowSlot(RowValue(const), None) for const in jaxpr.consts]
     slots = program.add(jaxpr.jaxpr, consts + [leaf.slot for leaf in jax.tree.leaves(leaves)])
-    program.run()
     shapes, tree = cast(tuple[list[jax.ShapeDtypeStruct], object], jax.tree.flatten(out))
     results = [_Result(s.shape, s.dtype, [slot]) for s, slot in zip(shapes, slots, strict=True)]
     stacked = stack_dicts(jax.tree.unflatten(tree, results), layout, _Result.stack)
-    return jax.tree.map(lambda result: result.array, stacked)
+    if transfers is None:
+        program.run()
+        return jax.tree.map(lambda result: result.array, stacked)
+    program.run_when_asked()
+    return _one_by_one(stacked, transfers, brought)
+
+
+def _one_by_one(stacked: PyTree, transfers: HostTransfers, brought: Mapping[int, RowValue]) -> PyTree:
+    """Results, a stored array of parameters and what is kept for it after the other; back in the host's memory."""
+    paths, tree = jax.tree_util.tree_flatten_with_path(stacked)
+    found: dict[int, PyTree] = {}
+    numbers = collections.defaultdict[str, list[int]](list)
+    for number, (path, _) in enumerate(paths):
+        numbers[str(path[-1:])].append(number)
+    for together in numbers.values():
+        found |= {number: paths[number][1].array for number in together}
+        sent = {number: transfers.replaced[number] for number in together if number in transfers.replaced}
+        olds = {number: brought[id(array)].array for number, array in sent.items()}
+        found |= transfers.send({number: found[number] for number in sent}, olds) if sent else {}
+    return jax.tree.unflatten(tree, [found[number] for number in range(len(paths))])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,22 +111,32 @@ class _Leaf:
     struct: jax.ShapeDtypeStruct
 
 
-def _by_name(node: PyTree) -> PyTree:
-    """A `Stacks` as a dict of leaves by name, an array as a leaf."""
+def _by_name(node: PyTree, *, transfers: HostTransfers | None, brought: dict[int, RowValue]) -> PyTree:
+    """A `Stacks` as a dict of leaves by name, an array as a leaf; what lies in the host's memory is brought in late."""
+
+    def value_of(array: jax.Array, rows: list[int] | None = None) -> RowValue:
+        if transfers is None or not is_on_host(array):
+            return RowValue(array, rows)
+        value = brought[id(array)] = RowValue(None, rows)
+        bring = transfers.bring
+        value.make = lambda: setattr(value, "array", bring(array))
+        return value
+
     if not isinstance(node, Stacks):
-        return _leaf(RowValue(node), None)
+        return _leaf(value_of(node), node, None)
     found: dict[str, PyTree] = {}
     for group, stored in zip(node.layout.groups, node.arrays, strict=True):
         if len(group) == 1:
-            found[group[0]] = jax.tree.map(_by_name, stored)
+            own = functools.partial(_by_name, transfers=transfers, brought=brought)
+            found[group[0]] = jax.tree.map(own, stored)
         else:
-            value = RowValue(stored, list(range(len(group))))
-            found |= {name: _leaf(value, row) for row, name in enumerate(group)}
+            value = value_of(stored, list(range(len(group))))
+            found |= {name: _leaf(value, stored, row) for row, name in enumerate(group)}
     return found
 
 
-def _leaf(value: RowValue, row: int | None) -> _Leaf:
-    aval = jax.typeof(value.array)
+def _leaf(value: RowValue, array: jax.Array, row: int | None) -> _Leaf:
+    aval = jax.typeof(array)
     shape = aval.shape if row is None else aval.shape[1:]
     return _Leaf(RowSlot(value, row), jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type))
 

@@ -20,7 +20,7 @@ from torch_shard._optim.average import SLOT, rule_with_average
 from torch_shard._optim.known import refuse_own_step, rule_of
 from torch_shard._optim.rule import Flags, Scalars, Slots, frozen_flags, read_numbers
 from torch_shard._optim.stored_update import StoredUpdate
-from torch_shard._sharding import Layout, Stacks, keep_stacks, whole_stacks
+from torch_shard._sharding import HostTransfers, Layout, Stacks, keep_stacks, whole_stacks
 
 logger = logging.getLogger(__name__)
 
@@ -213,6 +213,7 @@ class TorchOptimizer:
         *,
         layout: Layout,
         without: Collection[str] = (),
+        transfers: HostTransfers | None = None,
     ) -> tuple[Stacks, TorchOptState]:
         """One step.
 
@@ -223,6 +224,7 @@ class TorchOptimizer:
             inputs: What `read` has written to `inputs`, `(num_groups, num_numbers)`.
             layout: How results are stored.
             without: Parameters without a gradient: they and what is kept for them stay as they are.
+            transfers: Of slots that lie in the host's memory, if some do.
         """
         of_groups, own, kept = self._coefficients(state, inputs)
         moves = np.array([name not in without for name in self._group_of], bool)
@@ -232,7 +234,8 @@ class TorchOptimizer:
             kept={name: jnp.where(moves, value, state.kept[name]) for name, value in kept.items()},
         )
         given = {n: (at, group) for at, (n, group) in enumerate(self._group_of.items()) if n not in without}
-        rows, slots = StoredUpdate(self.rule, self._flags, of_groups, own, given), cast(dict[str, Stacks], state.slots)
+        rows = StoredUpdate(self.rule, self._flags, of_groups, own, given, transfers)
+        slots = cast(dict[str, Stacks], state.slots)
         if self.rule.by_element or not layout.kept:
             params, slots = rows.updated(grads, slots, params)
             return params, dataclasses.replace(new, slots=slots)

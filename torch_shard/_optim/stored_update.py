@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from torch_shard._optim.rule import Entry, Flags, Rule, Scalars, Slots, frozen_flags
-from torch_shard._sharding import Stacks
+from torch_shard._sharding import HostTransfers, Layout, Stacks, is_on_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +26,7 @@ class StoredUpdate:
         own: Coefficients that each parameter has for itself, in the place of its group's, `(num_params,)`.
         given: For each parameter that is updated its place among these, and its group. Others stay as they are, and
             what is kept for them.
+        transfers: Of slots that lie in the host's memory, if some do.
     """
 
     rule: Rule
@@ -33,15 +34,17 @@ class StoredUpdate:
     of_groups: Sequence[Scalars]
     own: Scalars
     given: Mapping[str, tuple[int, int]]
+    transfers: HostTransfers | None = None
 
     def updated(self, grads: Stacks, slots: Mapping[str, Stacks], params: Stacks) -> tuple[Stacks, dict[str, Stacks]]:
-        """The new parameters and slots, stored as the old ones."""
+        """The new parameters and slots, stored as the old ones, and where those lie."""
         found: dict[tuple[str, ...], tuple[jax.Array, Slots]] = {}
         for names in params.layout.groups:
             for part in [names] if self._is_one(names) else [(name,) for name in names]:
                 if part[0] in self.given:
                     held = {slot: _rows(values, part) for slot, values in slots.items() if part[0] in values}
-                    found[part] = self._of_part(part, Entry(_rows(grads, part), _rows(params, part), held))
+                    entry = Entry(_rows(grads, part), _rows(params, part), held)
+                    found[part] = self._of_part(part, entry, params.layout)
         places = {name: (part, row) for part in found for row, name in enumerate(part)}
 
         def stored(old: Stacks, read: Callable[[tuple[jax.Array, Slots]], jax.Array]) -> Stacks:
@@ -68,19 +71,51 @@ class StoredUpdate:
         kinds = {frozen_flags(self.flags[self.given[name][1]]) if name in self.given else None for name in names}
         return len(kinds) == 1
 
-    def _of_part(self, names: tuple[str, ...], entry: Entry) -> tuple[jax.Array, Slots]:
+    def _of_part(self, names: tuple[str, ...], entry: Entry, layout: Layout) -> tuple[jax.Array, Slots]:
         """The update of a stored array, whose rows have the same flags."""
         places, groups = zip(*(self.given[name] for name in names), strict=True)
         update = functools.partial(update_tensor, self.rule, self.flags[groups[0]])
         shared = self.of_groups[groups[0]]
         if len(names) == 1:
             own = {key: jax.lax.index_in_dim(values, places[0], keepdims=False) for key, values in self.own.items()}
-            return update(entry, {**shared, **own})
+            return self._brought(lambda entry: update(entry, {**shared, **own}), entry)
         rows = {key: values[np.array(places)] for key, values in self.own.items()}
         if len(set(groups)) > 1:
             rows = {key: jnp.stack([self.of_groups[group][key] for group in groups]) for key in shared} | rows
+        if layout.axis_of(names) is None and self._away(entry):
+            return self._by_row(lambda entry, row: update(entry, {**shared, **row}), entry, rows)
         axes = {key: 0 if key in rows else None for key in {**shared, **rows}}
-        return jax.vmap(update, in_axes=(0, axes))(entry, {**shared, **rows})
+        all_rows = jax.vmap(update, in_axes=(0, axes))
+        return self._brought(lambda entry: all_rows(entry, {**shared, **rows}), entry)
+
+    def _away(self, entry: Entry) -> Slots:
+        """Those of the slots that lie in the host's memory."""
+        return {} if self.transfers is None else {n: value for n, value in entry.slots.items() if is_on_host(value)}
+
+    def _brought(self, update: Callable[[Entry], tuple[jax.Array, Slots]], entry: Entry) -> tuple[jax.Array, Slots]:
+        """An update of an entry whose slots may lie in the host's memory."""
+        if not (away := self._away(entry)):
+            return update(entry)
+        assert self.transfers is not None
+        olds = self.transfers.bring(away)
+        found, new = update(entry._replace(slots={**entry.slots, **olds}))
+        return found, {**new, **self.transfers.send({name: new[name] for name in away}, olds)}
+
+    def _by_row(
+        self, update: Callable[[Entry, Scalars], tuple[jax.Array, Slots]], entry: Entry, rows: Scalars
+    ) -> tuple[jax.Array, Slots]:
+        """The same for a stack, of which a row at a time is brought in."""
+        away = self._away(entry)
+        here = {name: value for name, value in entry.slots.items() if name not in away}
+
+        def of_row(given: tuple[Entry, Scalars], olds: Slots) -> tuple[tuple[jax.Array, Slots], Slots]:
+            entry, scalars = given
+            found, new = update(entry._replace(slots={**entry.slots, **olds}), scalars)
+            return (found, {name: new[name] for name in here}), {name: new[name] for name in away}
+
+        assert self.transfers is not None
+        (found, new), sent = self.transfers.by_row(of_row, (entry._replace(slots=here), rows), away)
+        return found, {**new, **sent}
 
 
 def update_tensor(rule: Rule, flags: Flags, entry: Entry, scalars: Scalars) -> tuple[jax.Array, Slots]:

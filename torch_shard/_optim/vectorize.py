@@ -23,14 +23,26 @@ RANDOM = frozenset({"random_bits", "random_split", "random_fold_in", "random_see
 
 
 class RowValue:
-    """Result of an operation: one array, or one for each of some rows, stacked."""
+    """Result of an operation: one array, or one for each of some rows, stacked.
+
+    Attributes:
+        array: The array; None until it is computed.
+        rows: Which rows of a stack it has.
+        make: Computes it, where that is done when it is asked for.
+    """
 
     def __init__(self, array: Any = None, rows: list[int] | None = None) -> None:
-        self.array, self.rows = array, rows  # None until it is computed
+        self.array, self.rows = array, rows
+        self.make: Callable[[], None] | None = None
         self._taken: dict[int, jax.Array] = {}
+
+    def _compute(self) -> None:
+        if self.array is None and self.make is not None:
+            self.make()
 
     def take(self, row: int | None) -> jax.Array:
         """The array, or that of a row."""
+        self._compute()
         if self.rows is None or row is None:
             return self.array
         if row not in self._taken:
@@ -39,6 +51,7 @@ class RowValue:
 
     def stack(self, rows: list[int]) -> jax.Array:
         """The arrays of some rows, stacked in this order."""
+        self._compute()
         if self.rows is None:
             return jnp.broadcast_to(self.array, (len(rows), *jnp.shape(self.array)))
         if rows == self.rows:
@@ -137,6 +150,10 @@ class _Reduction:
     inputs: list[RowSlot]
     output: RowValue
 
+    @property
+    def outputs(self) -> list[RowValue]:
+        return [self.output]
+
     def run(self) -> None:
         combine, reduce = _REDUCTIONS[self.name]
         rows: dict[RowValue, list[int]] = {}
@@ -166,6 +183,15 @@ class RowProgram:
         """Compute all values."""
         for operation in self.operations:
             operation.run()
+
+    def run_when_asked(self) -> None:
+        """Compute values when they are asked for; effects, now."""
+        for operation in self.operations:
+            for value in operation.outputs:
+                value.make = operation.run
+        for operation in self.operations:
+            if isinstance(operation, _Operation) and operation.eqn.effects:
+                operation.run()
 
     def add(self, jaxpr: Jaxpr, inputs: Iterable[RowSlot]) -> list[RowSlot]:
         """Take in a jaxpr."""

@@ -15,7 +15,7 @@ from torch_shard._scan.bundles import GraphInput, names_of
 from torch_shard._scan.dims import Dim, note_rows
 from torch_shard._scan.entries import Cut, EntryNotes
 from torch_shard._scan.execute import Inputs, Result, execute
-from torch_shard._scan.instructions import BundleValues, Instruction, instructions_of, only_adds_bundles
+from torch_shard._scan.instructions import BundleValues, Instruction, Saving, instructions_of, only_adds_bundles
 from torch_shard._scan.intercept import LayerInterceptor
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call
 from torch_shard._scan.reroll import Loop, reroll
@@ -49,6 +49,7 @@ class LayerOptions:
     Attributes:
         scan: Whether they become loops: True, False, or "auto".
         remat: What is computed again in the backward pass, one of `REMAT`, or a budget in bytes per device.
+        offload: Whether what is not computed again waits in the host's memory.
         specs: How the parameters and buffers are split, by name: layers that are split differently stay apart.
         cuts: Which of them are kept in how many pieces, along which dim from the end; these alike.
         uses: How some are split where they are used, if that is less than where they are kept.
@@ -58,6 +59,7 @@ class LayerOptions:
 
     scan: ScanLayers = "auto"
     remat: Remat | int = "none"
+    offload: bool = False
     specs: tuple[tuple[str, PartitionSpec], ...] = ()
     cuts: tuple[tuple[str, Cut], ...] = ()
     uses: tuple[tuple[str, PartitionSpec], ...] = ()
@@ -69,7 +71,7 @@ class LayerOptions:
 
         XLA:TPU then overlaps and fuses across layers, and nothing is stacked; it takes longer to compile.
         """
-        if self.scan != "auto" or self.remat != "none" or platform != "tpu":
+        if self.scan != "auto" or self._is_asked or platform != "tpu":
             return self
         paths = [path for group in self.groups(model) if group.refused is None for path in group.members.values()]
         count, few = len(paths), FEW_OF_KERNELS if any(map(_has_kernels, map(model.get_submodule, paths))) else FEW
@@ -89,7 +91,7 @@ class LayerOptions:
     @property
     def wanted(self) -> bool:
         """Tell whether layers are captured as regions at all."""
-        return self.scan is not False or self.remat != "none"
+        return self.scan is not False or self._is_asked
 
     @property
     def choices(self) -> tuple[Remat, ...]:
@@ -106,7 +108,11 @@ class LayerOptions:
     @property
     def least(self) -> int:
         """So many alike siblings are looked at."""
-        return LEAST if self.scan == "auto" and self.remat == "none" else 2
+        return LEAST if self.scan == "auto" and not self._is_asked else 2
+
+    @property
+    def _is_asked(self) -> bool:
+        return self.remat != "none" or self.offload
 
 
 class RolledLoss:
@@ -116,12 +122,12 @@ class RolledLoss:
         program: With an operator for each call of a layer.
         calls: What these are.
         scan: Whether to look for loops.
-        remat: What is computed again in the backward pass, one of `REMAT`.
+        saving: What layers leave for their backward pass.
     """
 
-    def __init__(self, program: Program[Any], calls: dict[int, Call], scan: bool, remat: str) -> None:
-        self._program, self.calls, self.scan, self._remat = program, calls, scan, remat
-        instructions, self.outputs = instructions_of(program.graph.module, calls, remat)
+    def __init__(self, program: Program[Any], calls: dict[int, Call], scan: bool, saving: Saving) -> None:
+        self._program, self.calls, self.scan, self._saving = program, calls, scan, saving
+        instructions, self.outputs = instructions_of(program.graph.module, calls, saving)
         self.items: list[Instruction | Loop] = reroll(instructions) if scan else list(instructions)
         self.random = program.random or any(draws_random(call.region.graph.module) for call in self.calls.values())
 
@@ -132,11 +138,12 @@ class RolledLoss:
 
     def with_remat(self, remat: str) -> "RolledLoss":
         """The same program with another choice."""
-        return RolledLoss(self._program, self.calls, self.scan, remat)
+        saving = dataclasses.replace(self._saving, remat=remat)
+        return RolledLoss(self._program, self.calls, self.scan, saving)
 
     def of(self, program: Program[Any]) -> "RolledLoss":
         """The same of another graph with these calls."""
-        return RolledLoss(program, self.calls, self.scan, self._remat)
+        return RolledLoss(program, self.calls, self.scan, self._saving)
 
     def run(self, key: jax.Array | None, inputs: Inputs, split: RowSplit | None) -> list[Result]:
         """Arrays, and rows of stacked arrays."""
@@ -244,7 +251,8 @@ def _try_capture(
         follow(program, specs, regions.calls)
         if repeats.stages is not None:
             untie_gradients(program.graph.module)
-        rolled = RolledLoss(program, regions.calls, repeats.scan is not False, repeats.choices[0])
+        saving = Saving(repeats.choices[0], repeats.offload)
+        rolled = RolledLoss(program, regions.calls, repeats.scan is not False, saving)
     except Exception as error:  # of one that has nothing to do with regions, the capture without them says it again
         why = f"the loss cannot be captured with them as a whole: {' '.join(str(error).split())[:400]}"
         return regions.restart or Refused(None, why)
@@ -261,6 +269,8 @@ def _refuse_if_asked(groups: list[Siblings], repeats: LayerOptions, what: str) -
         asked = "scan_layers=True"
     elif repeats.remat in REMAT[1:]:
         asked = f"remat={repeats.remat!r}"
+    elif repeats.offload:
+        asked = 'offload="activations"'
     else:
         return
     reasons = [f"  {group.path} ({len(group.members)} layers): {group.refused}" for group in groups]

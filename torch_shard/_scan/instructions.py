@@ -17,6 +17,7 @@ from torch_shard._lowering import RowSplit, lower, operation
 from torch_shard._scan.narrow import Narrow, take_casts_off
 from torch_shard._scan.partition import partition
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call, Region
+from torch_shard._sharding import to_device, to_host
 
 Place = jax.Array | int | None
 
@@ -113,12 +114,25 @@ class Passes:
     num_saved: int
 
 
-def _passes(region: Region, remat: str, sources: list[list[Operand]]) -> Passes:
+@dataclasses.dataclass(frozen=True)
+class Saving:
+    """What layers leave for their backward pass.
+
+    Attributes:
+        remat: What is computed again, one of `REMAT`.
+        on_host: Whether it waits in the host's memory.
+    """
+
+    remat: str
+    on_host: bool = False
+
+
+def _passes(region: Region, saving: Saving, sources: list[list[Operand]]) -> Passes:
     """The passes of a region whose calls have these sources.
 
     An input of the program, or one that all calls share, is still at hand in the backward pass; another is saved.
     """
-    remat = "block" if region.remat else remat
+    remat = "block" if region.remat else saving.remat
     is_cotangent = [kind == "cotangent" for kind, _ in region.inputs]
     stay = [number for number, _ in enumerate(sources[0]) if _stays([values[number] for values in sources])]
     halves = partition(
@@ -138,11 +152,13 @@ def _passes(region: Region, remat: str, sources: list[list[Operand]]) -> Passes:
 
     def operate(key: Key, place: Place, values: Sequence[jax.Array], split: RowSplit | None) -> list[jax.Array | None]:
         found = forward(key, *values, place=0 if place is None else place, split=split)
-        return [*found[:num_results], None, *found[num_results:], *(values[i] for i in kept)]
+        saved = [*found[num_results:], *(values[i] for i in kept)]
+        return [*found[:num_results], None, *(map(_on_host, saved) if saving.on_host else saved)]
 
     def backward(
         key: Key, place: Place, values: Sequence[jax.Array], split: RowSplit | None
     ) -> Sequence[jax.Array | Narrow]:
+        values = to_device(list(values)) if saving.on_host else values
         if remat != "none":  # or XLA would see that the forward pass has computed all this, and keep it
             values = jax.lax.optimization_barrier(list(values))
         first, saved = values[: len(at_hand)], values[len(at_hand) : len(at_hand) + num_saved]
@@ -156,15 +172,20 @@ def _passes(region: Region, remat: str, sources: list[list[Operand]]) -> Passes:
     return Passes(operate, backward if back else None, at_hand, num_saved)
 
 
+def _on_host(value: jax.Array) -> jax.Array:
+    """What is saved of matrices and larger, in the host's memory."""
+    return to_host(value) if value.ndim > 1 else value
+
+
 def _stays(values: list[Operand]) -> bool:
     return all(isinstance(v.source, int) for v in values) or all(v == values[0] for v in values)
 
 
 def instructions_of(
-    graph: GraphModule, calls: Mapping[int, Call], remat: str
+    graph: GraphModule, calls: Mapping[int, Call], saving: Saving
 ) -> tuple[list[Instruction], list[Output]]:
     """The instructions of a graph, and its outputs."""
-    builder = _Builder(calls, remat)
+    builder = _Builder(calls, saving)
     for node in graph.graph.nodes:
         builder.add(node)
     builder.connect()
@@ -194,8 +215,8 @@ def _is_sum(node: Node) -> bool:
 
 
 class _Builder:
-    def __init__(self, calls: Mapping[int, Call], remat: str) -> None:
-        self._calls, self._remat = calls, remat
+    def __init__(self, calls: Mapping[int, Call], saving: Saving) -> None:
+        self._calls, self._saving = calls, saving
         self.values: dict[Node, Any] = {}
         self.instructions: list[Instruction] = []
         self._forwards: dict[int, Instruction] = {}
@@ -262,7 +283,7 @@ class _Builder:
             region = self._calls[number].region
             same = [s.sources for n, s in self._forwards.items() if self._calls[n].region is region]
             if id(region) not in passes:
-                passes[id(region)] = _passes(region, self._remat, same)
+                passes[id(region)] = _passes(region, self._saving, same)
             instruction.operate = passes[id(region)].forward
         for number, instruction in self._backwards:
             before, region = self._forwards[number], self._calls[number].region

@@ -2,4 +2,4 @@
 
 from torch_shard._state.state import KINDS, StateLayout, TrainState, as_arrays, with_key
 from torch_shard._state.state_checks import check_apart, check_names, check_state, refuse_traced
-from torch_shard._state.step_check import check_skip_grad_norm, check_step, global_norm, select_state
+from torch_shard._state.step_check import StepCheck, check_skip_grad_norm, check_step, global_norm, select_state

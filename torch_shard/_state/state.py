@@ -20,7 +20,7 @@ from torch_shard._common.caller import caller
 from torch_shard._common.convert import host_array, struct_of
 from torch_shard._common.types import PyTree
 from torch_shard._device import put, put_rows
-from torch_shard._optim import in_optimizer, run_by_name
+from torch_shard._optim import in_optimizer, is_average, run_by_name
 from torch_shard._scan import Siblings, stack_layout
 from torch_shard._sharding import (
     Holdings,
@@ -30,6 +30,7 @@ from torch_shard._sharding import (
     Stacks,
     as_dicts,
     find_spec_faults,
+    pinned,
     stack_dicts,
     unsaved_buffers,
 )
@@ -132,7 +133,9 @@ class StateLayout:
         groups: list[Siblings],
         moments: ResolvedPlan | None = None,
         trained: Collection[str] | None = None,
+        offloads: bool = False,
     ) -> None:
+        self._offloads = offloads
         self._plan, self._init_optimizer, self._moments = plan, init_optimizer, moments or plan
         layout = stack_layout(model, held.all, groups, plan.kept, stages=plan.stages)
         self.params, self.frozen, self.buffers = map(layout.restricted, held.kinds)
@@ -175,7 +178,10 @@ class StateLayout:
         return Stacks(layout, (plan.of_group(group, layout) for group in layout.groups))
 
     def _opt_structs(self, replicated: NamedSharding) -> PyTree:
-        """Stored shapes; what the optimiser keeps under a parameter's name, in its shape, lies like it."""
+        """Stored shapes; what the optimiser keeps under a parameter's name, in its shape, lies like it.
+
+        With `offloads`, in the host's memory: matrices and larger, in torch's own form.
+        """
         params = {name: self._tensors[name] for name in self.trained.names}
 
         def placed(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -184,6 +190,8 @@ class StateLayout:
             ]
             fits = names and params[names[-1]].shape == leaf.shape
             sharding = self._moments.entries[names[-1]].sharding if fits else replicated
+            if self._offloads and fits and len(leaf.shape) > 1 and names[-1] not in self.trained.forms:
+                sharding = sharding if is_average(path) else pinned(sharding)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         with in_optimizer("init"):

@@ -8,7 +8,7 @@ import optax
 
 from torch_shard._common.caller import caller
 from torch_shard._common.types import PyTree
-from torch_shard._sharding import Stacks
+from torch_shard._sharding import Stacks, is_on_host
 from torch_shard._state.state import TrainState
 
 
@@ -66,8 +66,15 @@ def _is_finite(array: jax.Array, before: jax.Array | None, num_rows: int) -> jax
 
 
 def select_state(skipped: jax.Array, old: TrainState, new: TrainState) -> TrainState:
-    """`old` where the step is skipped, else `new`; the batch counts as seen either way."""
-    kept = jax.tree.map(lambda a, b: jnp.where(skipped, a, b), old, dataclasses.replace(new, key=old.key))
+    """`old` where the step is skipped, else `new`; the batch counts as seen either way.
+
+    What lies in the host's memory was chosen before it went there.
+    """
+
+    def chosen(a: jax.Array, b: jax.Array) -> jax.Array:
+        return b if is_on_host(b) else jnp.where(skipped, a, b)
+
+    kept = jax.tree.map(chosen, old, dataclasses.replace(new, key=old.key))
     return dataclasses.replace(kept, num_batches=new.num_batches)
 
 

@@ -19,7 +19,7 @@ from torch_shard._scan import Remat, ScanLayers
 from torch_shard._sharding import LossFn, ShardingPlan
 from torch_shard._train.apply_step import ApplyFn, ApplyStep
 from torch_shard._train.eval_step import EvalStep
-from torch_shard._train.options import StepOptions
+from torch_shard._train.options import Offload, StepOptions
 from torch_shard._train.train_step import TrainStep
 
 
@@ -40,6 +40,7 @@ def make_train_step(
     mixed_precision: MixedPrecision | None = None,
     scan_layers: ScanLayers = "auto",
     remat: Remat | int = "none",
+    offload: Offload | Sequence[Offload] | None = None,
     accumulate_steps: int = 1,
     clip_grad_norm: float | None = None,
     clip_grad_value: float | None = None,
@@ -83,6 +84,11 @@ def make_train_step(
             False: never. `step.report()` says which.
         remat: What the backward pass of repeated layers computes again: `"none"`; `"dots"`, all but matrix products;
             `"block"`, all but each layer's inputs; or a number of bytes per device, for the first of these that fits.
+        offload: What lies in the host's memory while the device does not need it. `"optimizer"`: the moments of
+            matrices, brought in and sent back a layer at a time (of optax, all layers of a kind of matrix at a time).
+            `"activations"`: what repeated layers keep for their backward pass, by `remat`. Or both, `("optimizer",
+            "activations")`. The numbers are the same; `step.preview(batch)` says what lies where, and what the
+            transfers take.
         accumulate_steps: Number of microbatches that each batch is taken in, within one program. The loss is the mean
             of theirs; a metric that is not a floating-point scalar comes as `(accumulate_steps, ...)`. Each device cuts
             its own rows: a loss that is no mean over rows depends on the mesh.
@@ -130,6 +136,7 @@ def make_train_step(
         mixed_precision=mixed_precision,
         scan_layers=scan_layers,
         remat=remat,
+        offload=offload,
         accumulate_steps=accumulate_steps,
         clip_grad_norm=clip_grad_norm,
         clip_grad_value=clip_grad_value,

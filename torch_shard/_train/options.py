@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from typing import TypeVar, cast, get_args
+from typing import Literal, TypeVar, cast, get_args
 
 import jax
 import torch
@@ -26,6 +26,8 @@ from torch_shard._sharding import (
 )
 
 T = TypeVar("T")
+Offload = Literal["optimizer", "activations"]
+"""What may lie in the host's memory while a device does not need it."""
 
 
 def _is_list(value: object) -> bool:
@@ -57,6 +59,7 @@ class StepOptions:
     mixed_precision: MixedPrecision | None = None
     scan_layers: ScanLayers = "auto"
     remat: Remat | int = "none"
+    offload: Offload | Sequence[Offload] | None = None
     accumulate_steps: int = 1
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
@@ -74,6 +77,7 @@ class StepOptions:
         check_kind("local_batches", self.local_batches, bool)
         self._check_compute_dtype()
         self._check_layers()
+        self._check_offload()
         if self.mixed_precision not in (None, *get_args(MixedPrecision)):
             raise ValueError(
                 f'{caller()}: mixed_precision must be "autocast" or "params", got {self.mixed_precision!r}. The dtype '
@@ -110,6 +114,27 @@ class StepOptions:
         if self.remat not in REMAT and not (is_integer(self.remat) and int(self.remat) > 0):
             choices = ", ".join(map(repr, REMAT))
             raise ValueError(f"{caller()}: remat must be {choices} or a number of bytes, got {self.remat!r}.")
+
+    def _check_offload(self) -> None:
+        found, choices = self.offloaded, get_args(Offload)
+        if unknown := [what for what in found if what not in choices]:
+            raise ValueError(
+                f'{caller()}: offload must be "optimizer", "activations" or both, ("optimizer", "activations"), got '
+                f"{unknown[0]!r}."
+            )
+        if "activations" in found and self.plan.pipeline is not None:
+            raise NotImplementedError(
+                f'{caller()}: offload="activations" is not there for a pipeline, whose stages hold the inputs of '
+                'microbatches. Use offload="optimizer", remat="block", or a plan without pipeline.'
+            )
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """What lies in the host's memory."""
+        given: object = self.offload
+        if given is None:
+            return ()
+        return tuple(cast(Sequence[str], given)) if _is_list(given) else (cast(str, given),)
 
     @property
     def precision(self) -> Precision:
@@ -178,7 +203,7 @@ class StepOptions:
         used = ((name, _in_use(plan, name, rows)) for name in names if name not in padded)
         uses = tuple((name, spec) for name, spec in used if spec is not None)
         # layers differ where any of the two does
-        return LayerOptions(self.scan_layers, self.remat, tuple(specs), cuts, uses)
+        return LayerOptions(self.scan_layers, self.remat, "activations" in self.offloaded, tuple(specs), cuts, uses)
 
     def for_evaluation(self) -> "StepOptions":
         """The same for a step without a backward pass, which takes a batch as it comes."""
@@ -187,6 +212,7 @@ class StepOptions:
             optimizer_plan=None,
             trainable=None,
             remat="none",
+            offload=None,
             accumulate_steps=1,
             clip_grad_norm=None,
             clip_grad_value=None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import jax
@@ -25,10 +25,11 @@ from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name
 from torch_shard._hosts import follow
 from torch_shard._loss import LossOutputs, update_objects
 from torch_shard._scan import Siblings
-from torch_shard._sharding import LossFn, Stacks, constrain_stacks, to_meta, with_values
+from torch_shard._sharding import HostTransfers, LossFn, Stacks, constrain_stacks, to_meta, with_values
 from torch_shard._state import (
     KINDS,
     StateLayout,
+    StepCheck,
     TrainState,
     check_apart,
     check_names,
@@ -81,6 +82,7 @@ class Training(Step):
             groups=groups,
             moments=self.optimizer_plan,
             trained=self._trained,
+            offloads="optimizer" in self.options.offloaded,
         )
         self.shardings = self._layout.shardings
 
@@ -244,13 +246,10 @@ class Training(Step):
         ) -> tuple[TrainState, dict[str, PyTree]]:
             self._layout.check_opt_state(state.opt_state)
             out = task.run(state, batch, closure)
-            new, grads, norms = self._updated(state, out, closure, task.loss.without_grad)
+            new, check, norms = self._updated(state, out, closure, task)
             metrics = {"loss": out.loss, **out.metrics, **norms}
-            if task.skip_grad_norm is None:
+            if check is None:
                 return new, metrics
-            before, after = (Stacks.from_dict(of.buffers, self._layout.buffers) for of in (state, new))
-            limit = task.skip_grad_norm
-            check = check_step(out.loss, grads, norms["grad_norm"], skip_grad_norm=limit, buffers=(before, after))
             return select_state(check.skipped, state, new), {**metrics, "guard": check}
 
         return train_step, {
@@ -260,35 +259,43 @@ class Training(Step):
         }
 
     def _updated(
-        self, state: TrainState, out: LossOutputs, closure: list[jax.Array], without_grad: Sequence[str]
-    ) -> tuple[TrainState, Stacks, dict[str, jax.Array]]:
-        """The state after a step, with the gradients and their norms."""
+        self, state: TrainState, out: LossOutputs, closure: list[jax.Array], task: Task
+    ) -> tuple[TrainState, StepCheck | None, dict[str, jax.Array]]:
+        """The state after a step, whether it is to be taken if that is asked, and the norms of the gradients."""
         layout = self._layout
         params = Stacks.from_dict(state.params, layout.params).updated(out.written)
         parts = (Stacks.from_dict(part, layout.trained) for part in (out.grads, params))
         grads, held = (constrain_stacks(part, layout.updated.arrays, self.layout.data_axes) for part in parts)
         with jax.named_scope("optimizer"):
-            norm = global_norm(grads)
+            norm, check = global_norm(grads), None
+            buffers = Stacks.from_dict(out.buffers, layout.buffers)
+            if (limit := task.skip_grad_norm) is not None:
+                held_buffers = Stacks.from_dict(state.buffers, layout.buffers), buffers
+                check = check_step(out.loss, grads, norm, skip_grad_norm=limit, buffers=held_buffers)
+            transfers = None
+            if "optimizer" in self.options.offloaded:
+                transfers = HostTransfers(norm, (held, state.opt_state), None if check is None else check.skipped)
             updated, opt_state = self._update.in_program(
                 self.options.clip(grads, norm),
                 state.opt_state,
                 held,
                 out.loss,
                 inputs=closure,
-                without_grad=without_grad,
+                without_grad=task.loss.without_grad,
                 layout=layout.trained,
+                transfers=transfers,
             )
         new = dataclasses.replace(
             state,
             step=state.step + 1,
             params=layout.with_trained(params, updated),
             frozen=Stacks.from_dict(state.frozen, layout.frozen).updated(out.written),
-            buffers=Stacks.from_dict(out.buffers, layout.buffers),
+            buffers=buffers,
             opt_state=opt_state,
             num_batches=state.num_batches + 1,
         )
         watched = norms_of(self._watched, grads, lambda name: updated[name] - held[name])
-        return new, grads, {"grad_norm": norm, **watched}
+        return new, check, {"grad_norm": norm, **watched}
 
     def update_by_name(
         self, state: TrainState, grads: Mapping[str, jax.Array], params: Mapping[str, jax.Array], loss: jax.Array

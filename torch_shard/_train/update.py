@@ -23,7 +23,7 @@ from torch_shard._optim import (
     run_by_name,
     with_average,
 )
-from torch_shard._sharding import Holdings, Layout, Stacks, as_dicts
+from torch_shard._sharding import Holdings, HostTransfers, Layout, Stacks, as_dicts, to_device
 from torch_shard._state import global_norm
 from torch_shard._train.facts import agree_on_numbers
 from torch_shard._train.options import StepOptions
@@ -103,6 +103,7 @@ class Update:
         inputs: Sequence[jax.Array],
         without_grad: Sequence[str],
         layout: Layout,
+        transfers: HostTransfers | None,
     ) -> tuple[Stacks, PyTree]:
         """Parameters and state after one update.
 
@@ -114,10 +115,13 @@ class Update:
             inputs: What the program is given beside state and batch, the values of `inputs` last.
             without_grad: Parameters that the loss does not reach, which torch skips.
             layout: How the trained parameters are stored.
+            transfers: Of the state that lies in the host's memory, if some does.
         """
         decay = self._options.ema
         if self._torch is not None:
-            updated, new = self._torch.update(grads, opt_state, params, inputs[-1], layout=layout, without=without_grad)
+            updated, new = self._torch.update(
+                grads, opt_state, params, inputs[-1], layout=layout, without=without_grad, transfers=transfers
+            )
             return updated, new if decay is None else average_unchanged(opt_state, new, params, without_grad, decay)
 
         def update(grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> PyTree:
@@ -127,7 +131,10 @@ class Update:
             updated: PyTree = optax.apply_updates(params, updates)
             return {**updated, **{name: params[name] for name in without_grad}}, new
 
-        return cast(tuple[Stacks, PyTree], run_by_name(update, grads, opt_state, params, loss, layout=layout))
+        return cast(
+            tuple[Stacks, PyTree],
+            run_by_name(update, grads, opt_state, params, loss, layout=layout, transfers=transfers),
+        )
 
     def _extra(self, loss: jax.Array) -> dict[str, jax.Array]:
         return {"value": loss} if self._takes_value else {}
@@ -136,7 +143,7 @@ class Update:
         self, opt_state: PyTree, grads: Mapping[str, jax.Array], params: Mapping[str, jax.Array], loss: jax.Array
     ) -> dict[str, jax.Array]:
         """The parameters after one update, as torch's own optimizer or optax makes them, an entry at a time."""
-        options = self._options
+        options, opt_state = self._options, to_device(opt_state)
         if self._torch is not None:
             clip = functools.partial(clip_in_torch, max_norm=options.clip_grad_norm, max_value=options.clip_grad_value)
             return self._torch.steps_in_torch(params, grads, opt_state, clip)
