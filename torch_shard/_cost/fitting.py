@@ -70,7 +70,7 @@ def memory_of_program(compiled: jax.stages.Compiled, platform: str) -> ProgramMe
         compiled: The program.
         platform: That of its devices. The compiler for TPUs refuses what is too large by its own account of the peak,
             which for large programs is less than the sum of its parts, as temporaries take the place of others; for
-            small ones it is more, as memory on the chip counts there.
+            small ones it is more, as memory on the chip counts there. What lies in the host's memory counts, too.
     """
     found: Any = compiled.memory_analysis()
     memory = ProgramMemory(
@@ -85,7 +85,7 @@ def memory_of_program(compiled: jax.stages.Compiled, platform: str) -> ProgramMe
     )
     if platform != "tpu":
         return memory
-    by_peak = max(found.peak_memory_in_bytes - memory.held, 0)
+    by_peak = max(found.peak_memory_in_bytes - memory.held - found.host_argument_size_in_bytes, 0)
     return dataclasses.replace(memory, temporaries=min(memory.temporaries, by_peak))
 
 

@@ -160,9 +160,14 @@ class Hlo:
         """The computations that a loop, a call or a branch runs, each with how often; none for what is one itself."""
         if instruction.op == "while":
             return [(instruction.find(r"body=%?([\w.\-]+)") or "", self.trips(instruction))]
-        return (
-            [(name, 1.0) for name in self.called(instruction)[:2]] if instruction.op in ("call", "conditional") else []
-        )
+        if instruction.op not in ("call", "conditional"):
+            return []
+        called = self.called(instruction)[:2]
+        # branches that do the same count once
+        return [(name, 1.0) for name in {self._steps(name): name for name in called[::-1]}.values()]
+
+    def _steps(self, name: str) -> tuple[tuple[str, str], ...]:
+        return tuple((instruction.op, instruction.type) for instruction in self.computations[name])
 
     def operand(self, name: str) -> list[Array]:
         """The arrays of the result of that name."""

@@ -6,6 +6,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -105,17 +106,13 @@ class StoredUpdate:
         self, update: Callable[[Entry, Scalars], tuple[jax.Array, Slots]], entry: Entry, rows: Scalars
     ) -> tuple[jax.Array, Slots]:
         """The same for a stack, of which a row at a time is brought in."""
-        away = self._away(entry)
-        here = {name: value for name, value in entry.slots.items() if name not in away}
 
-        def of_row(given: tuple[Entry, Scalars], olds: Slots) -> tuple[tuple[jax.Array, Slots], Slots]:
-            entry, scalars = given
-            found, new = update(entry._replace(slots={**entry.slots, **olds}), scalars)
-            return (found, {name: new[name] for name in here}), {name: new[name] for name in away}
+        def of_row(given: tuple[jax.Array, Scalars], held: tuple[jax.Array, Slots]) -> tuple[jax.Array, Slots]:
+            grad, scalars = given
+            return update(Entry(grad, *held), scalars)
 
         assert self.transfers is not None
-        (found, new), sent = self.transfers.by_row(of_row, (entry._replace(slots=here), rows), away)
-        return found, {**new, **sent}
+        return cast(tuple[jax.Array, Slots], self.transfers.by_row(of_row, (entry.grad, rows), entry[1:]))
 
 
 def update_tensor(rule: Rule, flags: Flags, entry: Entry, scalars: Scalars) -> tuple[jax.Array, Slots]:

@@ -278,6 +278,6 @@ def _refuse_if_asked(groups: list[Siblings], repeats: LayerOptions, what: str) -
     found = "\n".join(reasons) or none
     raise ValueError(
         f"{what}: {asked} needs repeated layers that are one program, and there are none:\n\n{found}\n\n"
-        'Use scan_layers="auto", remat="none" and a plan without pipeline, or wrap what is to be computed again in '
-        "torch.utils.checkpoint."
+        'Use scan_layers="auto", remat="none", no offload of activations and a plan without pipeline, or wrap what is '
+        "to be computed again in torch.utils.checkpoint."
     )

@@ -2,6 +2,7 @@
 
 # JAX annotates its functions in part, and says nothing of what `jax.tree.map` gives to a function.
 # pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false
 
 from collections.abc import Callable
 
@@ -43,57 +44,63 @@ def pinned(sharding: NamedSharding) -> NamedSharding:
 class HostTransfers:
     """Arrays brought in from the host's memory and sent back, one group after the other.
 
-    A compiler would bring in all of them at once, which then are in the device's memory together. So a group waits for
-    the one before it to be back.
+    A compiler would bring in all of them at once, early on, which then are in the device's memory together. Barriers
+    are gone when it makes its schedule. So each transfer is the branch of a conditional, whose predicate is made by the
+    transfer before it; both branches are the same.
 
     Args:
-        after: What the first group waits for.
+        after: What the first transfer waits for, a scalar.
         replaced: The arrays that get new values, of which some lie in the host's memory.
         skipped: Whether they keep those that they have, bool scalar; None if they never do.
     """
 
     def __init__(self, after: jax.Array, replaced: PyTree, skipped: jax.Array | None) -> None:
-        self._sent, self._skipped = after, skipped
+        self._token, self._skipped = after.astype(jnp.float32), skipped
         leaves: list[jax.Array] = jax.tree.leaves(replaced)
         self.replaced = {number: leaf for number, leaf in enumerate(leaves) if is_on_host(leaf)}
         """By number among the leaves."""
 
     def bring(self, tree: PyTree) -> PyTree:
         """The arrays of a group in the device's memory."""
-        tree, _ = jax.lax.optimization_barrier((tree, self._sent))
-        return to_device(tree)
+        return self._in_turn(to_device, tree)
 
     def send(self, new: PyTree, old: PyTree) -> PyTree:
         """The new arrays of a group in the host's memory, for which the next one waits; `old` as it was brought in."""
-        self._sent = to_host(self._kept(new, old))
-        return self._sent
+        return self._in_turn(to_host, self._kept(new, old))
 
-    def by_row(
-        self, update: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], given: PyTree, held: PyTree
-    ) -> tuple[PyTree, PyTree]:
-        """Update stacks in the host's memory a row at a time.
+    def by_row(self, update: Callable[[PyTree, PyTree], PyTree], given: PyTree, held: PyTree) -> PyTree:
+        """Update stacks a row at a time, in their places.
 
         Args:
-            update: `(row of given, row of held) -> (result, new row of held)`.
+            update: `(row of given, row of held) -> new row of held`.
             given: Stacks in the device's memory.
-            held: Stacks in the host's memory.
-
-        Returns:
-            The results, stacked, and what is held then.
+            held: Stacks, of which some lie in the host's memory.
         """
-        held, _ = jax.lax.optimization_barrier((held, self._sent))
 
-        def one(held: PyTree, at: tuple[jax.Array, PyTree]) -> tuple[PyTree, PyTree]:
-            number, given = at
-            old = to_device(jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, number, keepdims=False), held))
-            result, new = jax.lax.optimization_barrier(update(*jax.lax.optimization_barrier((given, old))))
-            new = to_host(self._kept(new, old))
-            update_row = jax.lax.dynamic_update_index_in_dim
-            return jax.tree.map(lambda all_rows, row: update_row(all_rows, row, number, 0), held, new), result
+        def one(number: jax.Array, held: PyTree) -> PyTree:
+            def row(stack: jax.Array) -> PyTree:
+                return to_device(jax.lax.dynamic_index_in_dim(stack, number, keepdims=False))
 
-        count = len(jax.tree.leaves(held)[0])
-        self._sent, results = jax.lax.scan(one, held, (jnp.arange(count), given))
-        return results, self._sent
+            def placed(stack: jax.Array, new: jax.Array) -> PyTree:
+                new = to_host(new) if is_on_host(stack) else new
+                return jax.lax.dynamic_update_index_in_dim(stack, new, number, 0)
+
+            old = jax.tree.map(row, held)
+            # barriers, or what XLA fuses with the slices is rounded otherwise than the update of a whole stack
+            rows = jax.lax.optimization_barrier((jax.tree.map(row, given), old))
+            return jax.tree.map(placed, held, self._kept(jax.lax.optimization_barrier(update(*rows)), old))
+
+        return jax.lax.fori_loop(0, len(jax.tree.leaves(held)[0]), one, held)
+
+    def _in_turn(self, move: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
+        """Move arrays when the move before is done."""
+
+        def branch(tree: PyTree, token: jax.Array) -> tuple[PyTree, jax.Array]:
+            return move(tree), token + 1
+
+        is_any = jax.lax.bitcast_convert_type(self._token, jnp.int32) != jnp.int32(0)
+        tree, self._token = jax.lax.cond(is_any, branch, lambda *given: branch(*given), tree, self._token)
+        return tree
 
     def _kept(self, new: PyTree, old: PyTree) -> PyTree:
         skipped = self._skipped

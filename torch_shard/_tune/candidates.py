@@ -65,6 +65,7 @@ class Candidate:
         remat: As `make_train_step` takes it, as the next one.
         scan_layers: See there.
         in_loops: Whether layers that are alike run in loops, which compile in a fraction of the time.
+        offload: Whether moments and what layers keep wait in the host's memory.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -72,6 +73,7 @@ class Candidate:
     remat: str | int = "none"
     scan_layers: bool | str = "auto"
     in_loops: bool = True
+    offload: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -90,12 +92,19 @@ class Candidate:
 
     def __str__(self) -> str:
         mesh = ", ".join(f"{name}={size}" for name, size in self.axes)
-        return f"({mesh}) {self.recipe}, remat={self.remat}, {'in loops' if self.in_loops else 'one by one'}"
+        how = f"remat={self.remat}, {'in loops' if self.in_loops else 'one by one'}{', offload' * self.offload}"
+        return f"({mesh}) {self.recipe}, {how}"
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """Keyword arguments of `make_train_step` about layers and memory."""
+        away = {"offload": ("optimizer", "activations")} if self.offload else {}
+        return {"remat": self.remat, "scan_layers": self.scan_layers, **away}
 
     def options(self, model: nn.Module, mesh: Mesh) -> dict[str, Any]:
         """Keyword arguments of `make_train_step`."""
         recipe = RECIPES[self.recipe]
-        made: dict[str, Any] = {"mesh": mesh, "remat": self.remat, "scan_layers": self.scan_layers}
+        made: dict[str, Any] = {"mesh": mesh, **self.how}
         with quietly():
             made["plan"] = recipe.plan(model, mesh)
             if recipe.optimizer_plan is not None:
@@ -135,3 +144,5 @@ def variants(
         is_auto = in_loops == (auto_is_loop or remat != "none")
         scan = fixed.get("scan_layers", "auto" if is_auto else in_loops)
         yield dataclasses.replace(family, remat=remat, scan_layers=scan, in_loops=in_loops)
+    if True in loops and "offload" not in fixed:
+        yield dataclasses.replace(family, remat=remats[-1], scan_layers=fixed.get("scan_layers", "auto"), offload=True)

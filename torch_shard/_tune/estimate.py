@@ -40,12 +40,14 @@ class Chip:
         bandwidth: Of its memory, bytes per second.
         link: Bytes that it receives per second along one axis of the mesh.
         clock: Cycles per second, where its compiler counts cycles; else None.
+        host_link: Bytes per second to the host's memory or from it.
     """
 
     flops: float
     bandwidth: float
     link: float
     clock: float | None = None
+    host_link: float = 16e9
 
 
 CHIPS = {
@@ -173,9 +175,12 @@ def estimate(candidate: Candidate, plan: ResolvedPlan, moments: ResolvedPlan, fa
     hidden = _wire(candidate, plan, sizes) * facts.itemsize / chip.link
     sums = (3 if remat == "block" else 2) * SUMMED * facts.results / shards * 2 * (width - 1) / width
     seconds = compute + sums / chip.link + max(hidden - compute / 2, hidden / 10)
-    state = _local_bytes(plan, plan.entries) + updated * facts.moments
+    state, moments_size = _local_bytes(plan, plan.entries), updated * facts.moments
     kept = KEPT.get(remat, 1.0) * facts.results / shards / width
-    return Estimate(seconds, state + gradients + kept, state)
+    if candidate.offload:  # there and back
+        seconds += 2 * (moments_size + kept) / chip.host_link
+        return Estimate(seconds, state + gradients, state)
+    return Estimate(seconds, state + moments_size + gradients + kept, state + moments_size)
 
 
 def _wire(candidate: Candidate, plan: ResolvedPlan, sizes: Mapping[str, int]) -> float:

@@ -65,8 +65,7 @@ class Task:
 
     def options_of(self, candidate: Candidate) -> dict[str, Any]:
         """Keyword arguments of `make_train_step`."""
-        how = {"remat": candidate.remat, "scan_layers": candidate.scan_layers}
-        return {**self._plans[candidate.family][0], **how, **self.options}
+        return {**self._plans[candidate.family][0], **candidate.how, **self.options}
 
     def prepare(self, candidate: Candidate) -> Callable[[], Measured]:
         """Capture a step; the rest compiles it, and may run in another thread."""
@@ -135,6 +134,8 @@ class Task:
                 self.pruned[str(candidate)] = state
             elif candidate.remat == candidates[0].remat or needed > ROOM * limit:
                 found[candidate] = own
+        if any(own.memory <= ROOM * limit for candidate, own in found.items() if not candidate.offload):
+            found = {candidate: own for candidate, own in found.items() if not candidate.offload}
 
         def slowness(candidate: Candidate) -> tuple[bool, float]:
             own = found[candidate]
