@@ -15,7 +15,7 @@ from torch_shard._common.convert import flatten
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call, check_count, check_kind, is_integer
 from torch_shard._device import HostRows
-from torch_shard._fit.generators import find_generators, reseed
+from torch_shard._fit.data import find_generators, reseed
 from torch_shard._hosts import compare
 from torch_shard._sharding import describe_mesh
 from torch_shard._train import HostBatch, Step

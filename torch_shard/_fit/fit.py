@@ -24,8 +24,7 @@ from torch_shard._fit.callbacks import Callback, Callbacks, Run, check_callbacks
 from torch_shard._fit.data import Ahead, Batches, check_samplers, reliable_len
 from torch_shard._fit.dataset import EvaluationRows, Rows, TrainingRows, as_rows, evaluation_rows
 from torch_shard._fit.loop import Evaluation, Loop, Settings
-from torch_shard._fit.predictions import Compute, Predictions
-from torch_shard._fit.reports import Bar, MetricsLog, Reports
+from torch_shard._fit.reports import Bar, Compute, MetricsLog, Predictions, Reports
 from torch_shard._fit.schedule import Schedule
 from torch_shard._hosts import Gate, compare, is_shared
 from torch_shard._io import Checkpointer

@@ -23,8 +23,7 @@ from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._common.wrappers import unwrapped
 from torch_shard._device import JaxTensor
-from torch_shard._inspect.grid import DrawnArray, Grid, describe_names, make_grids
-from torch_shard._inspect.picture import paint
+from torch_shard._inspect.grid import DrawnArray, Grid, describe_names, make_grids, paint
 from torch_shard._sharding import ResolvedEntry, ResolvedPlan
 from torch_shard._state import TrainState
 

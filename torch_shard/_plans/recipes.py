@@ -29,8 +29,7 @@ from torch_shard._plans.decisions import (
     warn,
     with_sizes,
 )
-from torch_shard._plans.layers import experts_of, layers_of, tables_of
-from torch_shard._plans.roles import Role, roles_of
+from torch_shard._plans.roles import Role, experts_of, layers_of, roles_of, tables_of
 from torch_shard._plans.sequence import sequence_constraints
 from torch_shard._sharding import (
     Context,
