@@ -42,6 +42,7 @@ from torch_shard._capture.function_mode import (
     outside_capture,
     repeating,
 )
+from torch_shard._capture.generators import find_generators, state_of
 from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold, is_metric, module_roots, read_by
 from torch_shard._capture.host_values import HostInputs, HostPart, Mismatch
 from torch_shard._capture.meaning import meaning, same_closure

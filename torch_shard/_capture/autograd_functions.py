@@ -20,10 +20,9 @@ from torch.autograd.graph import Node
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from torch_shard._capture.calls import calls_seen
 from torch_shard._capture.fakes import is_fake, tracer
 from torch_shard._capture.function_mode import annotated, as_captured, current_mode
-from torch_shard._capture.provenance import current_user_line
+from torch_shard._capture.provenance import calls_seen, current_user_line
 from torch_shard._common.patching import Owner, patched
 
 

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_shard._capture import libraries, replacements  # noqa: F401  (they fill the table)
 from torch_shard._capture.autocast import autocast_on_fakes
-from torch_shard._capture.calls import current_watcher
+from torch_shard._capture.provenance import current_watcher
 from torch_shard._common.overrides import KERNELS, attribute_overrides, digest_of
 from torch_shard._common.patching import Owner, patched
 

@@ -13,9 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture.autocast import SharedCast, cast_once, widened
-from torch_shard._capture.calls import calls_seen
 from torch_shard._capture.guards import ModuleFlags
-from torch_shard._capture.provenance import current_user_line
+from torch_shard._capture.provenance import calls_seen, current_user_line
 from torch_shard._capture.side_effects import SideEffects
 from torch_shard._common.overrides import FUNCTIONS
 from torch_shard._common.patching import patched

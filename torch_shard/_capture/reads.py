@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_shard._capture.calls import CallWatcher
 from torch_shard._capture.function_mode import CaptureMode, outermost_mode
 from torch_shard._capture.guards import Guard
-from torch_shard._capture.provenance import count_as_own, describe, is_own_file, is_user_file
+from torch_shard._capture.provenance import CallWatcher, count_as_own, describe, is_own_file, is_user_file
 from torch_shard._capture.side_effects import is_record
 from torch_shard._capture.walk import Names, Root
 

@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._capture.autocast import autocast_only
 from torch_shard._capture.autograd_functions import standins_given
-from torch_shard._capture.calls import calls_seen
 from torch_shard._capture.constants import carry_random_places, constants_to_inputs, decomposes_draws, return_writes
 from torch_shard._capture.data_dependence import DataDependence
 from torch_shard._capture.environment import capture_environment, reference_kernels
@@ -35,7 +34,7 @@ from torch_shard._capture.generators import Generators
 from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold
 from torch_shard._capture.host_values import HostPart
 from torch_shard._capture.masks import rules_for_selections
-from torch_shard._capture.provenance import INSTALLED, end_at_the_users_line, torchs_log_silent, user_frame
+from torch_shard._capture.provenance import INSTALLED, calls_seen, end_at_the_users_line, torchs_log_silent, user_frame
 from torch_shard._capture.ragged import UnknownSizeError, is_ragged
 from torch_shard._capture.ragged_rules import with_masks
 from torch_shard._capture.side_effects import Change, refuse_new_parameters

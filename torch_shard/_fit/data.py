@@ -2,12 +2,10 @@
 
 import collections
 import contextlib
-import gc
 import hashlib
 import itertools
 import logging
 import random
-import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -15,18 +13,12 @@ import jax
 import numpy as np
 import torch
 
+from torch_shard._capture import find_generators, state_of
 from torch_shard._common.caller import caller
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call, is_integer
 from torch_shard._device import HostRows
 from torch_shard._train import ShardedBatch, Step
-
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-
-_MOST_ITEMS, _MOST_OBJECTS = 64, 10_000  # of a container that may hold generators, and not data; in all
-
-_OPAQUE = (str, bytes, int, float, complex, type, types.ModuleType, torch.Tensor, np.ndarray, torch.nn.Module)
-
 
 _GLOBAL = (random, np.random, torch.default_generator)
 """Python's and NumPy's global ones, which are modules, and torch's."""
@@ -49,7 +41,7 @@ class Streams:
 
     def _swap(self, states: list[Any]) -> list[Any]:
         """Take these up, and return those of before."""
-        before = list(map(_state, self._all))
+        before = list(map(state_of, self._all))
         for generator, state in zip(self._all, states, strict=True):
             _set_state(generator, state)
         return before
@@ -63,12 +55,6 @@ def reseed(held: Iterable[Any], *words: int) -> None:
     torch.default_generator.manual_seed(seed)
     for number, generator in enumerate(held):
         _set_state(generator, _fresh(generator, seed ^ number))
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
 
 
 def _set_state(generator: Any, state: Any) -> None:
@@ -92,42 +78,14 @@ def _fresh(generator: Any, seed: int) -> Any:
     return np.random.RandomState(bits(seed)).get_state()
 
 
-def find_generators(loader: Any) -> list[Any]:
+def generators_of(loader: Any) -> list[Any]:
     """The random generators that a loader holds: in attributes, closures and small containers, at any depth.
 
-    Also those that its classes' methods and its functions name as globals. (Not those in long lists of data, nor what
-    is made while batches are drawn.)
+    Also those that its classes' methods and the user's own functions name as globals. (Not those in long lists of data,
+    nor what is made while batches are drawn.)
     """
-    found: dict[int, Any] = {}
-    seen: dict[int, object] = {}
-    waiting = [loader]
-    while waiting and len(seen) < _MOST_OBJECTS:
-        value = waiting.pop()
-        if id(value) in seen or value is None or isinstance(value, _OPAQUE):
-            continue
-        seen[id(value)] = value
-        if not isinstance(value, GENERATORS):
-            waiting += reversed(list(_parts(value)))
-        elif not isinstance(value, random.SystemRandom):
-            found[id(value)] = value
-    return [g for g in found.values() if g is not torch.default_generator]
-
-
-def _parts(value: object) -> Iterator[object]:
-    """Parts that an object holds, as the garbage collector sees them."""
-    if isinstance(value, types.FunctionType):  # its globals are all of a module's
-        named = [value.__globals__.get(name) for name in value.__code__.co_names]
-        yield from value.__closure__ or ()
-        yield from (each for each in named if isinstance(each, GENERATORS) or _globals_of(each) is value.__globals__)
-    elif not isinstance(value, dict | list | tuple | set | frozenset) or len(value) <= _MOST_ITEMS:
-        yield from gc.get_referents(value)
-        for kind in type(value).__mro__:
-            if kind.__module__.partition(".")[0] not in ("builtins", "torch", "numpy", "typing", "abc"):
-                yield from (method for method in vars(kind).values() if isinstance(method, types.FunctionType))
-
-
-def _globals_of(value: object) -> object:
-    return value.__globals__ if isinstance(value, types.FunctionType) else None
+    found = find_generators(loader, in_data=False)
+    return [g for g in found if g is not torch.default_generator and not isinstance(g, np.random.BitGenerator)]
 
 
 logger = logging.getLogger(__name__)
@@ -141,7 +99,7 @@ class Batches:
             only be read on; or a function from a position to an iterable of the batches from there on.
         seed: Each epoch draws its random numbers (the shuffling of a `DataLoader`, augmentations) from this and its
             number; torch's, NumPy's and Python's global generators are left as they were, and those that the loader
-            holds (see `find_generators`).
+            holds (see `generators_of`).
     """
 
     def __init__(self, loader: Any, *, seed: int) -> None:
@@ -228,7 +186,7 @@ class Batches:
     def epoch(self, number: int, loader: Any = None) -> Iterator[PyTree]:
         """The batches of one epoch."""
         # Those that a function or an iterator holds are its own: it cannot be begun anew.
-        held = find_generators(self._loader) if loader is None else []
+        held = generators_of(self._loader) if loader is None else []
         streams = Streams(held, np.random.SeedSequence([self._seed, number]))
         with streams:
             if getattr(self._loader, "_iterator", None) is not None:  # workers that persist
