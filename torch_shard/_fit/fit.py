@@ -16,8 +16,7 @@ from rich.console import Console
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from torch_shard._common.caller import public
-from torch_shard._common.near_misses import near_misses
+from torch_shard._common.caller import near_misses, public
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed
 from torch_shard._fit.callbacks import Callback, Callbacks, Run, check_callbacks

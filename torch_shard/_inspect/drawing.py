@@ -17,8 +17,7 @@ from rich.text import Text
 from torch_shard._capture import is_fake
 from torch_shard._common.caller import error_prefix, public
 from torch_shard._common.convert import struct_of
-from torch_shard._common.printed import InNotebooks, printed
-from torch_shard._common.svg import save_svg
+from torch_shard._common.printed import InNotebooks, printed, save_svg
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._common.wrappers import unwrapped

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable
 
 from jax.sharding import NamedSharding, Sharding
 
-from torch_shard._common.svg import MARGIN, Picture, width_of
+from torch_shard._common.printed import MARGIN, Picture, width_of
 from torch_shard._common.types import Device
 from torch_shard._sharding import describe_mesh, describe_spec
 

@@ -15,10 +15,9 @@ from jax.sharding import Mesh
 
 from torch_shard._common.axes import manual_axes
 from torch_shard._common.caller import caller
-from torch_shard._common.convert import adopt_torch_nodes, flatten, spread_prefix
+from torch_shard._common.convert import Static, adopt_torch_nodes, flatten, spread_prefix
 from torch_shard._common.dtypes import jax_dtype
 from torch_shard._common.overrides import KERNELS
-from torch_shard._common.static import Static
 from torch_shard._common.types import PyTree
 from torch_shard._interop.closure import CLOSURE, MoreInputs, Reader
 from torch_shard._interop.jax_function import KnownFunction, Like, like, precision_of

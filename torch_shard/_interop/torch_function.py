@@ -27,10 +27,9 @@ from torch_shard._capture import (
     repeating,
 )
 from torch_shard._common.axes import into_shares, manual_axes, map_together, sum_shares
-from torch_shard._common.convert import adopt_torch_nodes, flatten
+from torch_shard._common.convert import Static, adopt_torch_nodes, flatten
 from torch_shard._common.dtypes import captured_dtype
 from torch_shard._common.random import Key, NeedsKey
-from torch_shard._common.static import Static
 from torch_shard._common.types import PyTree
 from torch_shard._interop.closure import CLOSURE, Reader
 from torch_shard._lowering import Program, capture_settings

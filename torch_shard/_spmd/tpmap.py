@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from torch_shard._common.caller import error_prefix, public
+from torch_shard._common.convert import Static
 from torch_shard._common.random import Key, fold_axes, wrap_seed
-from torch_shard._common.static import Static
 from torch_shard._common.types import Device, PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._interop import PerClosure, Pure, adapt, call_jax, pure_of
