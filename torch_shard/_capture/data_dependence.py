@@ -54,7 +54,7 @@ class DataDependence(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._node_of, self._root = node_of, root
-        self._masks = Masks(node_of, self._places)
+        self._masks = Masks(node_of, lambda mask: self._sized(_nonzero, (mask,), {}))
         self._inputs: HostInputs | None = None
         self._sources: dict[Node, Source] = {}
         self._questions: list[Question] = []
@@ -258,10 +258,6 @@ class DataDependence(TorchDispatchMode):
         """A tensor of the trace for a value that is an input of the program."""
         assert self._mode is not None
         return aten.clone.default(self._mode.adopt(value))
-
-    def _places(self, mask: torch.Tensor) -> Sequence[torch.Tensor] | None:
-        """The indices of the places of a mask, if they can be computed now."""
-        return self._sized(_nonzero, (mask,), {})
 
     def values(self, tensors: Sequence[torch.Tensor], *, batch: bool = True) -> list[torch.Tensor] | None:
         """The values of tensors, if they can be computed now; the program is then for these alone."""
