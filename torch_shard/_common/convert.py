@@ -132,6 +132,33 @@ def flatten(tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None) -> tu
         ) from error
 
 
+_GAP = object()
+
+
+class Rest:
+    """A tree without some of its leaves, in whose places others go.
+
+    Attributes:
+        structure: Of the tree.
+        leaves: Those that stay, with a gap for each other one: equal for trees that differ in what was taken out alone.
+    """
+
+    def __init__(self, structure: object, leaves: tuple[PyTree, ...]) -> None:
+        self.structure, self.leaves = structure, leaves
+
+    def filled(self, values: Iterable[PyTree]) -> PyTree:
+        """The tree with these leaves, of which it takes as many as there are gaps."""
+        given = iter(values)
+        return jax.tree.unflatten(self.structure, [next(given) if leaf is _GAP else leaf for leaf in self.leaves])
+
+
+def take_out(tree: PyTree, *kinds: type) -> tuple[list[PyTree], Rest]:
+    """The leaves of a tree that are of these kinds, and the rest."""
+    leaves, structure = flatten(tree)
+    taken = [leaf for leaf in leaves if isinstance(leaf, kinds)]
+    return taken, Rest(structure, tuple(_GAP if isinstance(leaf, kinds) else leaf for leaf in leaves))
+
+
 def _unsortable(node: Any) -> list[object] | None:
     """Find the keys of a dict in a tree that cannot be sorted."""
     inner = list(cast(list[object], node)) if isinstance(node, list | tuple) else []

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +14,7 @@ from jax.sharding import Mesh
 
 from torch_shard._common.axes import manual_axes
 from torch_shard._common.caller import caller
-from torch_shard._common.convert import Static, adopt_torch_nodes, flatten, spread_prefix
+from torch_shard._common.convert import Rest, Static, adopt_torch_nodes, spread_prefix, take_out
 from torch_shard._common.dtypes import jax_dtype
 from torch_shard._common.overrides import KERNELS
 from torch_shard._common.types import PyTree
@@ -184,36 +183,24 @@ class Calls:
     ) -> tuple[KnownFunction, list[torch.Tensor]]:
         """The function for these arguments, and their tensors."""
         adopt_torch_nodes(values)
-        leaves, tree = flatten(list(values))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        static = tuple(_GAP if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        key = tree, Static(static), tuple(map(like, tensors)), tuple(results), rounds
+        tensors, rest = take_out(list(values), torch.Tensor)
+        key = rest.structure, Static(rest.leaves), tuple(map(like, tensors)), tuple(results), rounds
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self._make(tree, static, results, operator, rounds=rounds)
+            known = self._known[key] = self._make(rest, results, operator, rounds=rounds)
         return known, tensors
 
     def _make(
-        self,
-        tree: Any,
-        static: Sequence[object],
-        results: Sequence[Like],
-        operator: Callable[..., PyTree] | None,
-        *,
-        rounds: bool,
+        self, rest: Rest, results: Sequence[Like], operator: Callable[..., PyTree] | None, *, rounds: bool
     ) -> KnownFunction:
-        def filled(given: Iterable[PyTree]) -> list[PyTree]:
-            rest = iter(given)
-            return jax.tree.unflatten(tree, [next(rest) if value is _GAP else value for value in static])
-
         def run(*arrays: jax.Array) -> list[jax.Array]:
-            found = jax.tree.leaves(self._run(filled(arrays)))
+            found = jax.tree.leaves(self._run(rest.filled(arrays)))
             if not rounds:
                 return found
             return [_rounded(f, dtype) for f, (_, dtype) in zip(found, results, strict=len(found) == len(results))]
 
         def run_operator(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            found = operator(*filled(tensors)) if operator is not None else ()
+            found = operator(*rest.filled(tensors)) if operator is not None else ()
             return [found] if isinstance(found, torch.Tensor) else list(found)
 
         operate = None if operator is None else run_operator
@@ -223,7 +210,3 @@ class Calls:
 def _rounded(array: jax.Array, dtype: torch.dtype) -> jax.Array:
     is_float = dtype.is_floating_point and jax.numpy.issubdtype(array.dtype, jax.numpy.floating)
     return array.astype(jax_dtype(dtype)) if is_float else array
-
-
-_GAP = object()
-"""Stands for a tensor among the arguments of a call."""

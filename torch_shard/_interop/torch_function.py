@@ -8,7 +8,7 @@ parameters) is read anew by whoever traces: see `Closure`.
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ from torch_shard._capture import (
     repeating,
 )
 from torch_shard._common.axes import into_shares, manual_axes, map_together, sum_shares
-from torch_shard._common.convert import Static, adopt_torch_nodes, flatten
+from torch_shard._common.convert import Rest, Static, adopt_torch_nodes, take_out
 from torch_shard._common.dtypes import captured_dtype
 from torch_shard._common.random import Key, NeedsKey
 from torch_shard._common.types import PyTree
@@ -332,37 +332,28 @@ class TorchFunction:
         self._flat: dict[object, FlatFunction] = {}
 
     def __call__(self, key: Key, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        leaves, tree = flatten((args, kwargs))
-        leaves = [jax.numpy.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
-        is_array = tuple(isinstance(leaf, jax.Array) or hasattr(leaf, "__jax_array__") for leaf in leaves)
-        static = tuple(leaf for leaf, array in zip(leaves, is_array, strict=True) if not array)
-        arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
-        function, arrays = self._flat_function(tree, is_array, static).with_closure(arrays)
-        outputs = iter(function.apply(key, *arrays))
-        out_tree, out_leaves = function.aux(arrays)
-        return jax.tree.unflatten(out_tree, [next(outputs) if o is _TENSOR else o for o in out_leaves])
+        arrays, rest = take_out((args, kwargs), jax.Array, np.ndarray, _LikeArray)
+        arrays = [jax.numpy.asarray(array) if isinstance(array, np.ndarray) else array for array in arrays]
+        function, arrays = self._flat_function(rest).with_closure(arrays)
+        outputs = function.apply(key, *arrays)
+        return function.aux(arrays).filled(outputs)
 
-    def _flat_function(self, tree: object, is_array: tuple[bool, ...], static: tuple[object, ...]) -> FlatFunction:
-        signature = tree, is_array, Static(static)
-        return self._flat.setdefault(signature, FlatFunction(self._flatten(tree, is_array, static), self.what))
-
-    def _flatten(self, tree: object, is_array: tuple[bool, ...], static: tuple[object, ...]) -> TensorFn[Any]:
-        def flat(*tensors: torch.Tensor) -> Any:
-            given, others = iter(tensors), iter(static)
-            args, kwargs = jax.tree.unflatten(tree, [next(given) if array else next(others) for array in is_array])
+    def _flat_function(self, rest: Rest) -> FlatFunction:
+        def flat(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], Rest]:
+            args, kwargs = rest.filled(tensors)
             out = self.fn(*args, **kwargs)
             adopt_torch_nodes(out)
-            leaves, out_tree = jax.tree.flatten(out)
-            outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            return outputs, (
-                out_tree,
-                [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves],
-            )
+            return take_out(out, torch.Tensor)
 
-        return flat
+        signature = rest.structure, Static(rest.leaves)
+        return self._flat.setdefault(signature, FlatFunction(flat, self.what))
 
 
-_TENSOR = object()
+@runtime_checkable
+class _LikeArray(Protocol):
+    """What JAX takes for an array."""
+
+    def __jax_array__(self) -> jax.Array: ...
 
 
 def _name_of(fn: Callable[..., object]) -> str:
