@@ -163,18 +163,24 @@ class FlatFunction:
         """
         return _with_torch_derivative(self, needs_grad, closure, autocast)
 
+    def _repeated(
+        self, inputs: Sequence[torch.Tensor], wanted: Sequence[bool], given: Sequence[bool]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], Sequence[torch.Tensor]]:
+        """The callable once more: the given ones of what it returns, the wanted inputs, and all that it returns."""
+        primals = [
+            p.detach().requires_grad_() if want and not p.requires_grad else p
+            for p, want in zip(inputs, wanted, strict=False)
+        ]
+        with repeating():
+            results = self.fn(*primals)[0]
+        return [*itertools.compress(results, given)], [*itertools.compress(primals, wanted)], results
+
     def _vjp(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> "FlatFunction":
         """`(*primals, *cotangents of the given outputs) -> gradients of the wanted primals`."""
-        fn = self.fn
 
         def gradients(*inputs: torch.Tensor) -> Any:
-            primals, cotangents = inputs[: len(wanted)], inputs[len(wanted) :]
-            again = any(t.requires_grad for t in inputs)
-            primals = _with_grad(primals, wanted)
-            with repeating():
-                results = fn(*primals)[0]
-            outputs = [o for o, is_given in zip(results, given, strict=True) if is_given]
-            leaves = [p for p, want in zip(primals, wanted, strict=True) if want]
+            again, cotangents = any(t.requires_grad for t in inputs), inputs[len(wanted) :]
+            outputs, leaves, _ = self._repeated(inputs, wanted, given)
             pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
             if not pairs:
                 return [torch.zeros_like(leaf) for leaf in leaves], None
@@ -192,30 +198,18 @@ class FlatFunction:
         By the derivative of a backward pass, which is linear in its cotangents: forward mode of PyTorch does not go
         through what calls `torch.autograd.grad` itself, as derivatives here do.
         """
-        fn = self.fn
 
         def pushed(*inputs: torch.Tensor) -> Any:
-            primals, tangents = inputs[: len(wanted)], inputs[len(wanted) :]
-            again = any(t.requires_grad for t in inputs)
-            primals = _with_grad(primals, wanted)
-            with repeating():
-                results = fn(*primals)[0]
-            outputs = [o for o, is_given in zip(results, given, strict=True) if is_given]
+            again, tangents = any(t.requires_grad for t in inputs), inputs[len(wanted) :]
+            outputs, leaves, results = self._repeated(inputs, wanted, given)
             moving = [o for o in outputs if o.requires_grad]
             cotangents = [torch.zeros_like(o, requires_grad=True) for o in moving]
-            moved = iter(_derivatives(moving, [*itertools.compress(primals, wanted)], cotangents, tangents, again))
+            moved = iter(_derivatives(moving, leaves, cotangents, tangents, again))
             none = (torch.zeros_like(o) for o in outputs)
             found = [next(moved) if o.requires_grad else zero for o, zero in zip(outputs, none, strict=True)]
             return [*results, *found], None
 
         return FlatFunction(pushed, f"the derivative of {self.what}", is_derived=True)
-
-
-def _with_grad(primals: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor]:
-    return [
-        p.detach().requires_grad_() if want and not p.requires_grad else p
-        for p, want in zip(primals, wanted, strict=True)
-    ]
 
 
 def _derivatives(
@@ -265,7 +259,7 @@ def _with_torch_derivative(
         key, arrays, values, about = saved
         wanted, token = about.value
         given = tuple(_is_given(c) for c in cotangents)
-        chosen = [into_shares(c) for c, is_given in zip(cotangents, given, strict=True) if is_given]
+        chosen = [*map(into_shares, itertools.compress(cotangents, given))]
         if not chosen or not any(wanted):
             return (None,) * (1 + len(arrays) + len(values))
         with autocast.entered(), Reader(closure, values, token, partial=True).active():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -52,9 +53,8 @@ def vmap_of_arrays(
         wanted = [a is not None and jnp.issubdtype(a.dtype, jnp.inexact) for a in arrays]
         # A result that is not mapped is one for all rows: each has its share of the gradient.
         shares = [c if axis is not None else c / axis_size for c, axis, g in zip(leaves, axes, given, strict=True) if g]
-        share_axes = [axis for axis, g in zip(axes, given, strict=True) if g]
         pull = functools.partial(_pull, fn, wanted, given)
-        run = vmap_of_arrays(pull, (*in_axes, *share_axes), 0, axis_size=axis_size, vmap=vmap)
+        run = vmap_of_arrays(pull, (*in_axes, *itertools.compress(axes, given)), 0, axis_size=axis_size, vmap=vmap)
         grads = iter(run(*arrays, *shares))
         return tuple(_unmap(next(grads), axis) if w else None for axis, w in zip(in_axes, wanted, strict=True))
 
