@@ -183,16 +183,15 @@ def compare_with_torch(
     default = optax.sgd(1e-2), functools.partial(torch.optim.SGD, lr=1e-2)
     optimizers = check_optimizers(optimizer, torch_optimizer, default)
     training = Training(model, loss_fn, [batch] * steps, optimizers, compute_dtype, batch_spec)
-    return compare_batches(training, mesh, plan)
+    return _compare(training, mesh, plan)
 
 
-def compare_batches(training: Training, mesh: Mesh, plan: ShardingPlan) -> Comparison:
-    """Do as `compare_with_torch` does, with a batch for each step."""
+def _compare(training: Training, mesh: Mesh, plan: ShardingPlan) -> Comparison:
     run = training.on(mesh, plan)
     name, reference = run.reference()
     is_random = run.step.draws_random
     rows = differences(reference, None if is_random else run.alone(), run.values)
     tolerance = ROUNDING.get(training.dtype, 1e-4)
     if not is_random and training.dtype == torch.float32:
-        rows = told_apart(rows, tolerance, run.in_float64, lambda wide: compare_batches(wide, mesh, plan).rows)
+        rows = told_apart(rows, tolerance, run.in_float64, lambda wide: _compare(wide, mesh, plan).rows)
     return compared(rows, name, mesh, tolerance, losses_in(reference))

@@ -118,10 +118,10 @@ OLDER = {"embed_vocab": "embed", "embed_moe": "embed", "mlp_moe": "mlp", "q_head
 """What a dim was called before it had a name of its own: counts where rules do not know that."""
 
 _LAST = {
-    **dict.fromkeys(("q_a_proj",), ("q_lora_up_proj", "embed")),
+    "q_a_proj": ("q_lora_up_proj", "embed"),
     **dict.fromkeys(("kv_a_proj_with_mqa", "kv_a_proj"), ("kv_lora_up_proj", "embed")),
-    **dict.fromkeys(("q_b_proj",), (("q_heads", "kv"), "q_lora")),
-    **dict.fromkeys(("kv_b_proj",), (("kv_heads", "kv_head_dim"), "kv_lora")),
+    "q_b_proj": (("q_heads", "kv"), "q_lora"),
+    "kv_b_proj": (("kv_heads", "kv_head_dim"), "kv_lora"),
     **dict.fromkeys(("q", "q_proj", "wq", "query", "q_lin", "to_q"), (("q_heads", "kv"), "embed")),
     **dict.fromkeys(("k", "k_proj", "wk", "key", "k_lin", "to_k"), (("kv_heads", "kv_head_dim"), "embed")),
     **dict.fromkeys(("v", "v_proj", "wv", "value", "v_lin", "to_v"), (("kv_heads", "kv_head_dim"), "embed")),

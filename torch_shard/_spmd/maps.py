@@ -198,13 +198,9 @@ def jax_pmap(
         ):
             options[name] = as_positions(name, positions, names)
 
-        @functools.wraps(fn, updated=())
-        def local(*args: PyTree, **named: PyTree) -> PyTree:
-            *own, (values, key) = args
-            return run(values, key, *own, **named)
-
-        # One argument for values and key, the last, so that JAX counts the others as the user does.
-        mapped = jax.pmap(local, axis_name, in_axes=(*_axes_of(in_axes, num_args), (None, None)), **options)
+        mapped = jax.pmap(
+            _counted_as(fn, run), axis_name, in_axes=(*_axes_of(in_axes, num_args), (None, None)), **options
+        )
         return lambda values, key, /, *args, **named: mapped(*args, (values, key), **named)
 
     return adapt(fn, PerClosure(_folding(pure_of(fn), fold_in_axes), compile_for))
@@ -259,18 +255,13 @@ def jax_shard_map(
     def compile_for(run: Pure, num_args: int) -> Pure:
         specs = tuple(in_specs) if isinstance(in_specs, (tuple, list)) else (in_specs,) * num_args
 
-        @functools.wraps(fn, updated=())
-        def local(*args: PyTree) -> PyTree:
-            *own, (values, key) = args
-            return run(values, key, *own)
-
         def whole(values: list[jax.Array], key: Key, *args: PyTree) -> PyTree:
             outer = manual_axes()  # in a function that is mapped over other axes of the mesh
             axes = set(_names(axis_names) or mesh.axis_names) - set(outer)
             if outer:
                 _check_nesting(mesh, axes)
             mapped = jax.shard_map(
-                local,
+                _counted_as(fn, run),
                 mesh=None if outer else mesh,
                 in_specs=(*specs, P()),
                 out_specs=out_specs,
@@ -291,6 +282,17 @@ def jax_shard_map(
         return compiled(key, *args)
 
     return adapt(fn, mapped)
+
+
+def _counted_as(fn: Callable[..., object], run: Pure) -> Callable[..., PyTree]:
+    """With one argument for values and key, the last, so that JAX counts the others as the user does."""
+
+    @functools.wraps(fn, updated=())
+    def local(*args: PyTree, **named: PyTree) -> PyTree:
+        *own, (values, key) = args
+        return run(values, key, *own, **named)
+
+    return local
 
 
 def _check_nesting(mesh: Mesh, axes: set[str]) -> None:
