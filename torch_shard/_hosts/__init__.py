@@ -3,6 +3,7 @@
 from torch_shard._hosts.initialize import Launch, check_started, initialize
 from torch_shard._hosts.peers import PeerError, pack
 from torch_shard._hosts.processes import (
+    Gate,
     ProcessMismatchError,
     agree,
     begin_run,
@@ -14,4 +15,3 @@ from torch_shard._hosts.processes import (
     follow,
     is_shared,
 )
-from torch_shard._hosts.stopping import Gate
