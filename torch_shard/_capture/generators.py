@@ -27,12 +27,12 @@ _ATOMS = (*_ATOMS, types.CodeType, types.ModuleType, FrameType)
 _MOST_OBJECTS, _MOST_ITEMS = 50_000, 64  # that are looked at; of a container that is not taken for data
 
 
-def find_generators(root: object, *, in_data: bool) -> list[Any]:
+def find_generators(root: object, *, of_data: bool) -> list[Any]:
     """The generators that hang on an object: in attributes, closures and containers, and as globals of own functions.
 
     Args:
         root: The object.
-        in_data: Whether long containers are looked into, too.
+        of_data: Whether it gives data: what is in long containers is that, and functions of libraries count as well.
     """
     found, seen, waiting = list[Any](), dict[int, object](), [root]
     while waiting and len(seen) < _MOST_OBJECTS:
@@ -42,16 +42,20 @@ def find_generators(root: object, *, in_data: bool) -> list[Any]:
         seen[id(value)] = value
         if isinstance(value, _KINDS):
             found.append(value)
-        elif in_data or not isinstance(value, dict | list | tuple | set | frozenset) or len(value) <= _MOST_ITEMS:
-            waiting += reversed(list(_held_by(value)))
+        elif not of_data or not isinstance(value, dict | list | tuple | set | frozenset) or len(value) <= _MOST_ITEMS:
+            waiting += reversed(list(_held_by(value, of_data)))
     return found
 
 
-def _held_by(value: Any) -> Iterator[object]:
+def _held_by(value: Any, of_data: bool) -> Iterator[object]:
     if isinstance(value, types.FunctionType):
         yield from (value.__closure__, value.__defaults__, value.__kwdefaults__)
+        named = [value.__globals__.get(name) for name in sorted(named_in(value.__code__))]
         if is_own_file(value.__code__.co_filename):
-            yield from (value.__globals__.get(name) for name in sorted(named_in(value.__code__)))
+            yield from named
+        elif of_data:
+            of_module = (each for each in named if getattr(each, "__globals__", None) is value.__globals__)
+            yield from (*of_module, *(each for each in named if isinstance(each, _KINDS)))
         return
     yield from gc.get_referents(value)
     for cls in type(value).__mro__[:-1]:
@@ -71,7 +75,7 @@ class Generators:
     """The generators that a callable may draw from: those that all code shares, and those that hang on it."""
 
     def __init__(self, fn: Callable[..., object]) -> None:
-        own = (found for found in find_generators(fn, in_data=True) if not isinstance(found, torch.Generator))
+        own = (found for found in find_generators(fn, of_data=False) if not isinstance(found, torch.Generator))
         self._all: list[Any] = [random, np.random, *own]
         self._before = self._states()
 

@@ -81,10 +81,10 @@ def _fresh(generator: Any, seed: int) -> Any:
 def generators_of(loader: Any) -> list[Any]:
     """The random generators that a loader holds: in attributes, closures and small containers, at any depth.
 
-    Also those that its classes' methods and the user's own functions name as globals. (Not those in long lists of data,
-    nor what is made while batches are drawn.)
+    Also those that its classes' methods and its functions name as globals. (Not those in long lists of data, nor what
+    is made while batches are drawn.)
     """
-    found = find_generators(loader, in_data=False)
+    found = find_generators(loader, of_data=True)
     return [g for g in found if g is not torch.default_generator and not isinstance(g, np.random.BitGenerator)]
 
 
