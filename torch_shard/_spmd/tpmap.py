@@ -88,14 +88,12 @@ def _split_key(words: torch.Tensor, num_devices: int) -> torch.Tensor:
     return call_jax(lambda key: jax.random.key_data(jax.random.split(wrap_seed(key), num_devices)), words)
 
 
-BROADCAST = ArgKind(needs_leaves=False)
-
 RNG = ArgKind(_split_key, check=_check_rng)
 
 STATIC = ArgKind(needs_leaves=False)
 
 KINDS = {
-    "broadcast": BROADCAST,
+    "broadcast": ArgKind(needs_leaves=False),
     "shard": ArgKind(lambda x, n: x.reshape(n, x.shape[0] // n, *x.shape[1:]), lambda x: x.flatten(0, 1), _check_shard),
     "rng": RNG,
     "static": STATIC,
@@ -140,10 +138,6 @@ class ArgKinds:
         """Each argument with its name and kind."""
         yield from zip(self.names, self._positional, args, strict=True)
         yield from ((name, self._named[name], value) for name, value in kwargs.items())
-
-    def select(self, kind: ArgKind, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> PyTree:
-        """The arguments of one kind, the others as None."""
-        return self.map(lambda k, value: value if k is kind else None, args, kwargs)
 
     def check(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree], num_devices: int) -> None:
         """Refuse arguments that were not announced, or that do not suit their kinds."""
@@ -288,7 +282,7 @@ def _mapped(run: Pure, mesh: Mesh, kinds: ArgKinds) -> Pure:
 
     def local(values: list[jax.Array], key: Key, args: PyTree, kwargs: PyTree) -> PyTree:
         args, kwargs = kinds.map(_take_row, args, kwargs)
-        seeds = jax.tree.leaves(kinds.select(RNG, args, kwargs))
+        seeds = jax.tree.leaves([value for _, kind, value in kinds.items(args, kwargs) if kind is RNG])
         if seeds:
             key = jax.random.fold_in(wrap_seed(seeds[0]), _OF_TORCH)
         elif key is not None:
