@@ -114,7 +114,7 @@ class PeerError(RuntimeError):
 
 
 class Loop(Protocol):
-    """A loop that all processes leave at the same step, by its number; see `Gate` in `stopping.py`."""
+    """A loop that all processes leave at the same step, by its number; see `Gate` in `processes.py`."""
 
     number: int
     reason: tuple[int, str] | None
