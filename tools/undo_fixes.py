@@ -67,7 +67,8 @@ EDITS = {
     ),
     "0d4e3d3": Edit("_lowering/ops/experts.py", "    x, ids, weights = whole((x, ids, weights))\n", ""),
     "6a0829e": Edit("_cost/exposed.py", "self.run(called, clock.around.union(clock.ends))", "self.run(called)"),
-    "80ff62f": Edit("_hosts/watch.py", "has_caught = peers.told and not peers.dying", "has_caught = peers.told"),
+    "436bec3": Edit("_capture/function_mode.py", "            self._made.add(module)\n", ""),
+    "80ff62f": Edit("_hosts/session.py", "has_caught = peers.told and not peers.dying", "has_caught = peers.told"),
     "0e6dd21": Edit(
         "_plans/dtensor_styles.py",
         "None if has is None or (has == to and has.is_replicate()) else to",

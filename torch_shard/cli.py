@@ -1,9 +1,10 @@
 """The command line: `torch-shard demo`, `preview`, `prove`, `tune`, `inspect`, `convert`, `tutorials`."""
 
+import contextlib
 import logging
 import math
 import re
-import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,6 +76,25 @@ def _find_devices() -> str:
     return ", ".join(kinds)
 
 
+@contextlib.contextmanager
+def _as_usage(hint: str | None = None) -> Iterator[None]:
+    """Show what is raised within as an error of what was given."""
+    try:
+        yield
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint=hint) from error
+
+
+def _begin(num_devices: int | None = None) -> None:
+    """Make the jax device known, and let the CPU simulate so many devices."""
+    from torch_shard._common.simulated import simulate_devices
+    from torch_shard._interop import register
+
+    if num_devices is not None:
+        simulate_devices(num_devices)
+    register()
+
+
 def parse_mesh(text: str) -> dict[str, int]:
     """Read a mesh such as `batch=4,model=2`.
 
@@ -140,19 +160,13 @@ def demo(
         raise typer.BadParameter(f"cannot write to {out}: {error.strerror}.", param_hint="--out") from error
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--resume" if resume else "--out") from error
-    try:
+    with _as_usage("--mesh"):
         run = Run(settings, out)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--mesh") from error
     try:
         holds = run_demo(run, console)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as leaving:  # the latter for SIGTERM
         console.print("Stopped, and saved. The same command with --resume goes on.")
-        raise typer.Exit(130) from None
-    except SystemExit as leaving:
-        if leaving.code == 128 + signal.SIGTERM:
-            console.print("Stopped, and saved. The same command with --resume goes on.")
-        raise
+        raise typer.Exit(getattr(leaving, "code", 130)) from None
     if not holds:
         raise typer.Exit(1)
 
@@ -205,19 +219,13 @@ def preview(
     if remat not in (None, "none", "dots", "block") and not (remat.isdecimal() and int(remat)):
         raise typer.BadParameter(f"none, dots, block or bytes per device, got {remat!r}.", param_hint="--remat")
 
-    from torch_shard._common.simulated import simulate_devices
     from torch_shard._inspect import find_step
-    from torch_shard._interop import register
     from torch_shard._sharding import make_mesh
 
-    register()
     given: Any = int(remat) if remat and remat.isdecimal() else remat
-    if topology is None:
-        simulate_devices(math.prod(sizes.values()))
-    try:
+    _begin(None if topology else math.prod(sizes.values()))
+    with _as_usage("--topology" if topology else "--mesh"):
         devices = make_mesh(None, topology=topology, **sizes)
-    except (ValueError, ImportError) as error:
-        raise typer.BadParameter(str(error), param_hint="--topology" if topology else "--mesh") from error
     try:
         step, batch = find_step(target, devices, given)
         found = step.preview(batch)
@@ -252,20 +260,15 @@ def prove(
     """
     sizes = None if mesh is None else _read_sizes(mesh)
 
-    from torch_shard._common.simulated import simulate_devices
     from torch_shard._inspect import find_proved
     from torch_shard._inspect import prove as proved
-    from torch_shard._interop import register
     from torch_shard._sharding import make_mesh
 
-    simulate_devices(NUM_SIMULATED)
-    register()
-    try:
+    _begin(NUM_SIMULATED)
+    with _as_usage():
         meshes = None if sizes is None else make_mesh(None, topology=None, **sizes)
         names = None if plans is None else [name.strip() for name in plans.split(",")]
         found = proved(*find_proved(target), meshes=meshes, plans=names, steps=steps)
-    except (ValueError, TypeError, ImportError) as error:
-        raise typer.BadParameter(str(error)) from error
     _show(found, 140)
     if not found.holds:
         raise typer.Exit(1)
@@ -296,23 +299,18 @@ def tune(
     logging.basicConfig(format="%(message)s")
     logging.getLogger("torch_shard._tune").setLevel(logging.INFO)
     from torch_shard._inspect import read_file
-    from torch_shard._interop import register
     from torch_shard._tune import tune as find
 
-    register()
-    try:
+    _begin()
+    with _as_usage():
         given = read_file(file, ("model", "loss_fn", "optimizer", "batch"))
         parts = [given[name] for name in ("model", "loss_fn", "optimizer", "batch")]
         how: Any = {"topology": topology, "minutes": minutes, "cache": cache, "measure": measure}
         found = find(*parts, **how, **given.get("options", {}))
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        raise typer.BadParameter(str(error)) from error
     _show(found, 170)
     if save is not None:
-        try:
+        with _as_usage():
             found.save(save)
-        except (ValueError, TypeError, OSError) as error:
-            raise typer.BadParameter(str(error)) from error
         typer.echo(f"written: {save}")
 
 
@@ -334,20 +332,17 @@ def replay(
     """
     sizes = _read_sizes(mesh)
     from torch_shard._inspect import find_nan, find_step, read_bad_batch
-    from torch_shard._interop import register
     from torch_shard._io import Checkpointer
     from torch_shard._sharding import make_mesh
     from torch_shard._train import TrainStep
 
-    register()
-    try:
+    _begin()
+    with _as_usage():
         step, like = find_step(target, make_mesh(None, topology=None, **sizes))
         if not isinstance(step, TrainStep):
             raise ValueError("its step does not train.")
         batch = read_bad_batch(directory, like)
         found = find_nan(step, Checkpointer(directory).restore(step), batch)
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
     typer.echo(found)
     if not found:
         raise typer.Exit(1)
@@ -364,15 +359,12 @@ def inspect(
 
     Exits with 1 if --verify finds damage.
     """
-    from torch_shard._interop import register
     from torch_shard._io import find_checkpoint, find_damage, inventory
 
-    register()
-    try:
+    _begin()
+    with _as_usage("CHECKPOINT"):
         path = find_checkpoint(checkpoint)
         shown = inventory(path)
-    except (FileNotFoundError, ValueError) as error:
-        raise typer.BadParameter(str(error), param_hint="CHECKPOINT") from error
     _show(shown, 200)
     if verify:
         damage = find_damage(path)
@@ -393,16 +385,13 @@ def convert(
 
     Sources are files, Hugging Face's directories and index files, and checkpoints. Names and values stay as they are.
     """
-    from torch_shard._interop import register
     from torch_shard._io import FORMATS, convert_weights
 
-    register()
+    _begin()
     if to not in (None, *FORMATS):
         raise typer.BadParameter(f"must be one of {', '.join(FORMATS)}, got {to!r}.", param_hint="--to")
-    try:
+    with _as_usage("SRC DST"):
         typer.echo(f"written: {convert_weights(source, target, to=to)}")
-    except (OSError, ValueError, TypeError) as error:
-        raise typer.BadParameter(str(error), param_hint="SRC DST") from error
 
 
 @app.command()

@@ -120,7 +120,7 @@ def test_the_place_where_it_began_is_named(accumulate_steps, build, said):
 def test_where_it_began_is_not_guessed(monkeypatch):
     words = "Where it began is not known: "
     with monkeypatch.context() as patch:
-        patch.setattr("torch_shard._fit.bad_step._MOST_WORK", 10)
+        patch.setattr("torch_shard._fit.loop._MOST_WORK", 10)
         refused(words + "repeating the batch in eager torch would take", Model())
     monkeypatch.setattr("torch_shard._train.replay.split_loss", lambda loss: (torch.ones(()), {}))
     refused(words + "eager torch ends this batch with RuntimeError: element 0 of tensors", Model())

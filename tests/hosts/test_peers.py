@@ -18,8 +18,8 @@ from torch.distributed import TCPStore
 from tests.oracles.processes import run_alone
 from torch_shard._hosts.judge import TOGETHER, Times
 from torch_shard._hosts.peers import PeerError, Peers, _is_running
+from torch_shard._hosts.processes import Gate
 from torch_shard._hosts.session import put_down
-from torch_shard._hosts.stopping import Gate
 
 TIMES = Times(beat=0.05, silent=5.0)
 

@@ -5,7 +5,7 @@ import types
 import pytest
 
 from tests.oracles.processes import run_alone
-from torch_shard._hosts import watch
+from torch_shard._hosts import session
 
 
 def is_in_vain(**given):
@@ -14,7 +14,7 @@ def is_in_vain(**given):
     line = {"failure": (1, "OSError: no disk"), "ended": {}, "told": False, "dying": False, "saved": False}
     status = types.SimpleNamespace(waits=given.get("waits"))
     line |= {"loop": None, "running": computes, "status": status} | given
-    return watch.in_vain(types.SimpleNamespace(**line)) is not None
+    return session.in_vain(types.SimpleNamespace(**line)) is not None
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ import os, sys, time
 from tests.hosts.test_peers import a_job
 from torch_shard._hosts.peers import PeerError
 from torch_shard._hosts.judge import Times
-from torch_shard._hosts.watch import watch
+from torch_shard._hosts.session import watch
 
 times = Times(beat=0.05, silent=0.5, grace=0.2)
 pids = {}

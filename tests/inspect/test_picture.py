@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import torch_shard as ts
 from tests.tables.drawn import LAYOUTS, MESHES, PLAN, Tied, jax_parts, layout
 from torch_shard._inspect.drawing import visualize_sharding
-from torch_shard._inspect.picture import CELL_HEIGHT, MIN_CELL_WIDTH
+from torch_shard._inspect.grid import CELL_HEIGHT, MIN_CELL_WIDTH
 
 
 def read_svg(path):

@@ -191,7 +191,7 @@ def test_every_registered_style_is_known():
     from transformers.distributed import expert_parallel, fsdp, tensor_parallel  # noqa: F401 they register
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
-    from torch_shard._plans.hf_rules import FSDP_STYLES, STYLES
+    from torch_shard._plans.from_hf import FSDP_STYLES, STYLES
 
     assert set(STYLES) == set(ALL_PARALLEL_STYLES.keys())
     assert set(FSDP_STYLES) == set(fsdp.ALL_FSDP_STYLES)
@@ -200,7 +200,7 @@ def test_every_registered_style_is_known():
 def test_names_are_looked_up_as_transformers_does():
     from transformers.distributed.parallel_utils import _get_parameter_plan
 
-    from torch_shard._plans.hf_rules import Rules
+    from torch_shard._plans.from_hf import Rules
 
     plan = {"layers.*.linear": "a", "layers.*.linear.bias": "b", "w1": "c", "blocks.*.0.up": "d", "deep.*": "e"}
     model = nn.Module()

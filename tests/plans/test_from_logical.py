@@ -18,7 +18,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.dtensor import make_model
-from torch_shard._plans.logical_rules import read_rules
+from torch_shard._plans.from_logical import read_rules
 
 MESH = ts.make_mesh(batch=4, model=2)
 

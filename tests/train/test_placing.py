@@ -9,7 +9,7 @@ import torch
 import torch_shard as ts
 from tests.oracles.errors import refuses
 from tests.tables.host_data import ROWS, X, batch_of, make_step
-from torch_shard._common.last_used import KEPT
+from torch_shard._common.types import KEPT
 from torch_shard._device import BatchLayout, GatheredLayout, HostRows, LocalLayout
 from torch_shard._train.facts import FirstRows
 from torch_shard._train.same_batches import _describe, compare_given

@@ -282,7 +282,7 @@ def test_a_leaf_of_many_shapes_is_named_once(caplog: pytest.LogCaptureFixture) -
 
 
 def test_programs_that_were_not_used_for_long_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_shard._common.last_used.KEPT", 2)
+    monkeypatch.setattr("torch_shard._common.types.KEPT", 2)
     model = nn.Linear(4, 4)
     step = make(model, scaled_square)
     count_up(step, [8, 4, 8])

@@ -42,11 +42,11 @@ from torch_shard._capture.function_mode import (
     outside_capture,
     repeating,
 )
+from torch_shard._capture.generators import find_generators, state_of
 from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold, is_metric, module_roots, read_by
 from torch_shard._capture.host_values import HostInputs, HostPart, Mismatch
-from torch_shard._capture.meaning import meaning, same_closure
-from torch_shard._capture.metric_objects import MetricCall, MetricCalls
+from torch_shard._capture.libraries import MetricCall, MetricCalls
 from torch_shard._capture.provenance import current_user_line, is_user_file, leave_users_frames
 from torch_shard._capture.reads import Reads
 from torch_shard._capture.side_effects import NUMBERS, Change, Same, new_values
-from torch_shard._capture.trace import Aux, Captured, Spec, TensorFn, capture
+from torch_shard._capture.trace import Aux, Captured, Spec, TensorFn, capture, meaning, same_closure

@@ -24,7 +24,7 @@ from torch.utils import _pytree as torch_pytree
 from torch_shard._capture.provenance import current_user_line
 from torch_shard._common.autocast_policy import FLOAT32, LOSSES, LOWER, NORMS, PRODUCTS, RECURRENT
 from torch_shard._common.overrides import instead_of_attribute, is_transformed
-from torch_shard._common.patching import patched
+from torch_shard._common.patching import having, patched
 from torch_shard._common.types import PyTree
 
 
@@ -97,17 +97,12 @@ def autocast_on_fakes() -> Iterator[None]:
         yield
         return
     outside = [d for d in ("jax", "cuda") if torch.is_autocast_enabled(d)]
-    _ACTIVE.depth, _ACTIVE.entered, _ACTIVE.capturing = 0, (), True
-    methods = {"__init__": _init, "__enter__": _enter, "__exit__": _exit}
-    try:
-        with contextlib.ExitStack() as stack:
-            for name, wrap in methods.items():
-                stack.enter_context(patched(torch.autocast, name, wrap))
-            dtype = torch.get_autocast_dtype(outside[0]) if outside else None
-            with torch.autocast("jax", dtype) if outside else contextlib.nullcontext():
-                yield
-    finally:
-        _ACTIVE.depth, _ACTIVE.entered, _ACTIVE.capturing = 0, (), False
+    with having(_ACTIVE, depth=0, entered=(), capturing=True), contextlib.ExitStack() as stack:
+        for name, wrap in (("__init__", _init), ("__enter__", _enter), ("__exit__", _exit)):
+            stack.enter_context(patched(torch.autocast, name, wrap))
+        dtype = torch.get_autocast_dtype(outside[0]) if outside else None
+        with torch.autocast("jax", dtype) if outside else contextlib.nullcontext():
+            yield
 
 
 def _init(original: Callable[..., object]) -> Callable[..., object]:
@@ -155,13 +150,10 @@ def _exit(original: Callable[..., object]) -> Callable[..., object]:
 @contextlib.contextmanager
 def float16_refused() -> Iterator[None]:
     """Refuse float16 autocast in a loss whose gradient is taken: small gradients would be zero."""
-    _ACTIVE.refuses_float16 = True
-    try:
+    with having(_ACTIVE, refuses_float16=True):
         if any(torch.get_autocast_dtype(device) is torch.float16 for device in casting()):
             _refuse_float16()
         yield
-    finally:
-        _ACTIVE.refuses_float16 = False
 
 
 def _refuse_float16() -> None:

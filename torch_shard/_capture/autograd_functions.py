@@ -20,11 +20,10 @@ from torch.autograd.graph import Node
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from torch_shard._capture.calls import calls_seen
 from torch_shard._capture.fakes import is_fake, tracer
 from torch_shard._capture.function_mode import annotated, as_captured, current_mode
-from torch_shard._capture.provenance import current_user_line
-from torch_shard._common.patching import Owner, patched
+from torch_shard._capture.provenance import calls_seen, current_user_line
+from torch_shard._common.patching import Owner, having, patched
 
 
 def nodes_behind(tensors: Iterable[torch.Tensor]) -> Iterator[Node]:
@@ -66,9 +65,7 @@ def standins_given() -> Iterator[None]:
     if _GIVEN.now:
         yield
         return
-    with contextlib.ExitStack() as stack:
-        stack.callback(setattr, _GIVEN, "now", False)
-        _GIVEN.now = True
+    with having(_GIVEN, now=True), contextlib.ExitStack() as stack:
         for owner, name in _takers():
             stack.enter_context(patched(owner, name, _on_standins))
         stack.enter_context(patched(torch.autograd, "_engine_run_backward", _seen))

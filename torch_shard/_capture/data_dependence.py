@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch_shard._capture.provenance import asking_frame, current_user_line
 from torch_shard._capture.ragged import PLACE
 from torch_shard._common.fx import args_of
 from torch_shard._common.overrides import instead_of
+from torch_shard._common.patching import having
 from torch_shard._common.types import Operator, PyTree
 
 aten = torch.ops.aten
@@ -54,7 +55,7 @@ class DataDependence(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._node_of, self._root = node_of, root
-        self._masks = Masks(node_of, self._places)
+        self._masks = Masks(node_of, lambda mask: self._sized(_nonzero, (mask,), {}))
         self._inputs: HostInputs | None = None
         self._sources: dict[Node, Source] = {}
         self._questions: list[Question] = []
@@ -117,14 +118,9 @@ class DataDependence(TorchDispatchMode):
         self.position += count
         return self.position - count
 
-    @contextlib.contextmanager
-    def drawing_along(self, axes: tuple[str, ...]) -> Iterator[None]:
+    def drawing_along(self, axes: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
         """Let random operators draw other numbers for each index along these named axes."""
-        before, self.axes = self.axes, tuple(dict.fromkeys((*self.axes, *axes)))
-        try:
-            yield
-        finally:
-            self.axes = before
+        return having(self, axes=tuple(dict.fromkeys((*self.axes, *axes))))
 
     def constant(self, tensor: torch.Tensor, around: Sequence["DataDependence"]) -> torch.Tensor | None:
         """The value of a tensor that depends on no input of this capture, nor of those around it.
@@ -258,10 +254,6 @@ class DataDependence(TorchDispatchMode):
         """A tensor of the trace for a value that is an input of the program."""
         assert self._mode is not None
         return aten.clone.default(self._mode.adopt(value))
-
-    def _places(self, mask: torch.Tensor) -> Sequence[torch.Tensor] | None:
-        """The indices of the places of a mask, if they can be computed now."""
-        return self._sized(_nonzero, (mask,), {})
 
     def values(self, tensors: Sequence[torch.Tensor], *, batch: bool = True) -> list[torch.Tensor] | None:
         """The values of tensors, if they can be computed now; the program is then for these alone."""

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_shard._capture import libraries, replacements  # noqa: F401  (they fill the table)
 from torch_shard._capture.autocast import autocast_on_fakes
-from torch_shard._capture.calls import current_watcher
+from torch_shard._capture.provenance import current_watcher
 from torch_shard._common.overrides import KERNELS, attribute_overrides, digest_of
 from torch_shard._common.patching import Owner, patched
 
@@ -27,42 +27,30 @@ logger = logging.getLogger(__name__)
 @contextlib.contextmanager
 def capture_environment() -> Iterator[None]:
     """For the time that the callable itself runs."""
-    unchecked = patched(torch.distributions.Distribution, "_validate_args", lambda _: False)  # checks of values
-    with (
-        _cumulative_batch_norms(),
-        autocast_on_fakes(),
-        _substituted(),
-        _compiled_functions_run_plainly(),
-        _without_anomaly_mode(),
-        _missing_derivatives_raise(),
-        unchecked,
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _without_anomaly_mode() -> Iterator[None]:
-    """Without `torch.autograd.detect_anomaly`, which looks at values, and a capture has none."""
-    if not torch.is_anomaly_enabled():
-        yield
-        return
-    logger.warning(
-        "torch.autograd.detect_anomaly does nothing in a compiled program, which cannot raise. To stop at what is not "
-        "finite, use fit, or step(state, batch, skip_grad_norm=math.inf)."
-    )
-    with torch.autograd.set_detect_anomaly(False):
-        yield
-
-
-@contextlib.contextmanager
-def _missing_derivatives_raise() -> Iterator[None]:
-    """Raise for an operator of the user's that a kernel of PyTorch calls, below all that could give it a derivative."""
-    if not KERNELS:
-        yield
-        return
-    names = "|".join(re.escape(kernel.name) for kernel in KERNELS)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", rf"({names})\S*: an autograd kernel was not registered")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_cumulative_batch_norms())
+        stack.enter_context(autocast_on_fakes())
+        for owner, name, own, source in attribute_overrides():
+            for held in _imported(owner) if isinstance(owner, str) else [owner]:
+                if hasattr(held, name):
+                    stack.enter_context(patched(held, name, functools.partial(_instead, own, source)))
+        if (dynamo := sys.modules.get("torch._dynamo")) is not None:  # a compiled function runs as what it is made of
+            stack.enter_context(dynamo.config.patch(error_on_nested_fx_trace=False))
+            message = r"(?s)Using `torch.compile\(module\)` when there are global hooks"  # ours
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message)
+        if torch.is_anomaly_enabled():  # it looks at values
+            logger.warning(
+                "torch.autograd.detect_anomaly does nothing in a compiled program, which cannot raise. To stop at what "
+                "is not finite, use fit, or step(state, batch, skip_grad_norm=math.inf)."
+            )
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        if KERNELS:  # an operator of the user's that a kernel of PyTorch calls, below all that gives it a derivative
+            names = "|".join(re.escape(kernel.name) for kernel in KERNELS)
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("error", rf"({names})\S*: an autograd kernel was not registered")
+        # checks of values
+        stack.enter_context(patched(torch.distributions.Distribution, "_validate_args", lambda _: False))
         yield
 
 
@@ -79,16 +67,6 @@ def reference_kernels() -> Iterator[None]:
     finally:
         torch.backends.mha.set_fastpath_enabled(fastpath)
         torch._C._set_mkldnn_enabled(onednn)
-
-
-@contextlib.contextmanager
-def _substituted() -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for owner, name, own, source in attribute_overrides():
-            for held in _imported(owner) if isinstance(owner, str) else [owner]:
-                if hasattr(held, name):
-                    stack.enter_context(patched(held, name, functools.partial(_instead, own, source)))
-        yield
 
 
 def _imported(path: str) -> list[Owner]:
@@ -115,18 +93,6 @@ def _instead(own: Callable[..., Any], source: str, original: Any) -> Any:
         return own(original, *args, **kwargs)
 
     return call
-
-
-@contextlib.contextmanager
-def _compiled_functions_run_plainly() -> Iterator[None]:
-    """Let what `torch.compile` made run as the function that it was made of."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is None:
-        yield
-        return
-    with dynamo.config.patch(error_on_nested_fx_trace=False), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"(?s)Using `torch.compile\(module\)` when there are global hooks")  # ours
-        yield
 
 
 @contextlib.contextmanager

@@ -13,12 +13,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture.autocast import SharedCast, cast_once, widened
-from torch_shard._capture.calls import calls_seen
 from torch_shard._capture.guards import ModuleFlags
-from torch_shard._capture.provenance import current_user_line
+from torch_shard._capture.provenance import calls_seen, current_user_line
 from torch_shard._capture.side_effects import SideEffects
 from torch_shard._common.overrides import FUNCTIONS
-from torch_shard._common.patching import patched
+from torch_shard._common.patching import having, patched
 from torch_shard._common.types import PyTree
 
 _T = torch.Tensor
@@ -145,12 +144,10 @@ class CaptureMode(TorchFunctionMode):
     @contextlib.contextmanager
     def innermost(self) -> Iterator[None]:
         """Be the one that acts, also where captures nest."""
-        outer, _INNERMOST.capture_mode = _INNERMOST.capture_mode, self
-        self._outer, self.about = outer, outer and outer.about
-        try:
+        self._outer = _INNERMOST.capture_mode
+        self.about = self._outer and self._outer.about
+        with having(_INNERMOST, capture_mode=self):
             yield
-        finally:
-            _INNERMOST.capture_mode = outer
 
     def path(self, module: nn.Module) -> str:
         """The path of a module; in a capture within another one, from the module on that is captured there."""
@@ -280,11 +277,10 @@ def binding(tensors: Sequence[torch.Tensor], fakes: Sequence[torch.Tensor]) -> I
     assert capture_mode is not None
     before = {id(t): capture_mode._standins.pop(id(t), None) for t in tensors}
     capture_mode._standins.update((id(t), (fake, t, t)) for t, fake in zip(tensors, fakes, strict=True))
-    outer, capture_mode.bound = capture_mode.bound, tuple(fakes)
     try:
-        yield
+        with having(capture_mode, bound=tuple(fakes)):
+            yield
     finally:
-        capture_mode.bound = outer
         for key, standin in before.items():
             del capture_mode._standins[key]
             if standin is not None:
@@ -309,15 +305,9 @@ def outermost_mode() -> CaptureMode | None:
     return found
 
 
-@contextlib.contextmanager
-def outside_capture() -> Iterator[None]:
+def outside_capture() -> contextlib.AbstractContextManager[None]:
     """Leave the capture under way, to run or trace JAX code in the midst of it."""
-    capture_mode, left = _INNERMOST.capture_mode, _INNERMOST.left
-    _INNERMOST.capture_mode, _INNERMOST.left = None, left or capture_mode is not None
-    try:
-        yield
-    finally:
-        _INNERMOST.capture_mode, _INNERMOST.left = capture_mode, left
+    return having(_INNERMOST, capture_mode=None, left=is_capturing())
 
 
 def is_capturing() -> bool:
@@ -342,14 +332,9 @@ def as_captured(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if _INNERMOST.capture_mode is None else _INNERMOST.capture_mode._on_cpu(tensor)
 
 
-@contextlib.contextmanager
-def repeating() -> Iterator[None]:
+def repeating() -> contextlib.AbstractContextManager[None]:
     """Capture what another program runs too: what it does besides its results is done there."""
-    before, _INNERMOST.repeats = _INNERMOST.repeats, True
-    try:
-        yield
-    finally:
-        _INNERMOST.repeats = before
+    return having(_INNERMOST, repeats=True)
 
 
 def is_repeating() -> bool:

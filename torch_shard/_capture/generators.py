@@ -1,11 +1,14 @@
-"""Generators of Python and NumPy that a callable draws from: a program would repeat what it drew."""
+"""Generators of Python, NumPy and torch that hang on an object, and a callable that draws from some in a capture.
+
+A program would repeat what it drew from those of Python and NumPy.
+"""
 
 import contextlib
 import gc
 import random
 import sys
 import types
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from traceback import FrameSummary
 from types import FrameType
 from typing import Any
@@ -16,60 +19,72 @@ import torch
 from torch_shard._capture.provenance import describe, is_own_file, is_user_file
 from torch_shard._capture.reads import named_in
 
-_KINDS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
+_KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 
-_ATOMS = (str, bytes, int, float, complex, bool, torch.Tensor, torch.dtype, types.CodeType, types.ModuleType, FrameType)
+_ATOMS = (str, bytes, int, float, complex, torch.Tensor, torch.dtype, np.ndarray, type, random.SystemRandom)
+_ATOMS = (*_ATOMS, types.CodeType, types.ModuleType, FrameType)
 
-_MOST = 50_000
-"""Objects that are looked at."""
+_MOST_OBJECTS, _MOST_ITEMS = 50_000, 64  # that are looked at; of a container that is not taken for data
+
+
+def find_generators(root: object, *, of_data: bool) -> list[Any]:
+    """The generators that hang on an object: in attributes, closures and containers, and as globals of own functions.
+
+    Args:
+        root: The object.
+        of_data: Whether it gives data: what is in long containers is that, and functions of libraries count as well.
+    """
+    found, seen, waiting = list[Any](), dict[int, object](), [root]
+    while waiting and len(seen) < _MOST_OBJECTS:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, _ATOMS):
+            continue
+        seen[id(value)] = value
+        if isinstance(value, _KINDS):
+            found.append(value)
+        elif not of_data or not isinstance(value, dict | list | tuple | set | frozenset) or len(value) <= _MOST_ITEMS:
+            waiting += reversed(list(_held_by(value, of_data)))
+    return found
+
+
+def _held_by(value: Any, of_data: bool) -> Iterator[object]:
+    if isinstance(value, types.FunctionType):
+        yield from (value.__closure__, value.__defaults__, value.__kwdefaults__)
+        named = [value.__globals__.get(name) for name in sorted(named_in(value.__code__))]
+        if is_own_file(value.__code__.co_filename):
+            yield from named
+        elif of_data:
+            of_module = (each for each in named if getattr(each, "__globals__", None) is value.__globals__)
+            yield from (*of_module, *(each for each in named if isinstance(each, _KINDS)))
+        return
+    yield from gc.get_referents(value)
+    for cls in type(value).__mro__[:-1]:
+        yield from (method for method in vars(cls).values() if isinstance(method, types.FunctionType))
+
+
+def state_of(generator: Any) -> Any:
+    """The state of a generator; of Python's and NumPy's global ones, which are modules, too."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.BitGenerator):
+        return generator.state
+    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
 
 
 class Generators:
     """The generators that a callable may draw from: those that all code shares, and those that hang on it."""
 
     def __init__(self, fn: Callable[..., object]) -> None:
-        self._own = [value for value in _reached(fn) if isinstance(value, _KINDS)]
+        own = (found for found in find_generators(fn, of_data=False) if not isinstance(found, torch.Generator))
+        self._all: list[Any] = [random, np.random, *own]
         self._before = self._states()
 
-    def _states(self) -> list[Hashable]:
-        return [random.getstate(), repr(np.random.get_state()), *map(_state, self._own)]
+    def _states(self) -> list[str]:
+        return [repr(state_of(generator)) for generator in self._all]
 
     def line_that_draws(self, run: Callable[[], object]) -> str | None:
         """The line of the user's code that has drawn from one of them since this was made; None if there is none."""
         return None if self._states() == self._before else _line_that_changes(self._states, run)
-
-
-def _state(generator: Any) -> Hashable:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
-    return repr(bits.get_state() if isinstance(bits, np.random.RandomState) else bits.state)
-
-
-def _reached(root: object) -> Iterator[object]:
-    """What hangs on an object, as far as the user's own code may read it."""
-    seen = dict[int, object]()
-    waiting = [root]
-    while waiting and len(seen) < _MOST:
-        value = waiting.pop()
-        if id(value) in seen or isinstance(value, _ATOMS):
-            continue
-        seen[id(value)] = value
-        yield value
-        waiting += _held_by(value)
-
-
-def _held_by(value: Any) -> Iterator[object]:
-    if isinstance(value, type):
-        return
-    if isinstance(value, types.FunctionType):
-        yield from (value.__closure__, value.__defaults__, value.__kwdefaults__)
-        if is_own_file(value.__code__.co_filename):
-            yield from (value.__globals__.get(name) for name in named_in(value.__code__))
-    elif not isinstance(value, _KINDS):
-        yield from (held for held in gc.get_referents(value) if not isinstance(held, type))
-        for cls in type(value).__mro__[:-1]:
-            yield from (method for method in vars(cls).values() if isinstance(method, types.FunctionType))
 
 
 def _line_that_changes(states: Callable[[], object], run: Callable[[], object]) -> str | None:

@@ -31,15 +31,14 @@ class Guard:
     Args:
         roots: Of what was read.
         settings: As of `Walk`.
-        functions: As of `Walk`.
     """
 
-    def __init__(self, roots: Iterable[Root], settings: Names | None = None, *, functions: bool = True) -> None:
-        self._roots, self._settings, self._functions = list(roots), settings, functions
+    def __init__(self, roots: Iterable[Root], settings: Names | None = None) -> None:
+        self._roots, self._settings = list(roots), settings
         self._walk = self._walked()
 
     def _walked(self) -> Walk:
-        walk = Walk(self._settings, functions=self._functions)
+        walk = Walk(self._settings, functions=True)
         for root in self._roots:
             walk.root(root)
         return walk

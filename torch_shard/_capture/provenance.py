@@ -7,9 +7,11 @@ import os
 import pathlib
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable, Generator
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
+from typing import Any
 
 import torch
 from torch import nn
@@ -145,3 +147,93 @@ def leave_users_frames(error: Exception) -> None:
             found = TracebackType(found, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     if found is not None and not _is_of_the_package(entries[-1].tb_frame):
         error.__traceback__ = found
+
+
+class CallWatcher:
+    """Tells of each call of a function, and of what it returns."""
+
+    def __init__(
+        self,
+        wants: Callable[[CodeType], bool],
+        on_call: Callable[[FrameType], None],
+        on_return: Callable[[FrameType, object], None],
+    ) -> None:
+        self._wants, self._on_call, self._on_return = wants, on_call, on_return
+        self._known: dict[int, tuple[CodeType, bool]] = {}
+        self._outer: Any = None
+
+    def _is_wanted(self, code: CodeType) -> bool:
+        found = self._known.get(id(code))
+        if found is None:
+            found = self._known[id(code)] = code, self._wants(code)
+        return found[1]
+
+    @contextlib.contextmanager
+    def watching(self) -> Generator[None, None, None]:
+        """See the calls in this thread within `calls_seen`. A profile function that is set goes on as it was."""
+        _CURRENT.watchers.append(self)
+        self._outer = sys.getprofile()
+        try:
+            yield
+        finally:
+            self.pause()
+            _CURRENT.watchers.pop()
+
+    def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call":
+            if self._is_wanted(frame.f_code):
+                self._on_call(frame)
+        elif event == "return" and self._is_wanted(frame.f_code):
+            self._on_return(frame, arg)
+        if callable(self._outer):
+            self._outer(frame, event, arg)
+
+    def note(self, code: CodeType) -> None:
+        """Take code for seen that another function runs in the place of."""
+        self._is_wanted(code)
+
+    def pause(self) -> bool:
+        """See nothing until `resume`; returns whether anything was seen."""
+        if sys.getprofile() != self._profile:
+            return False
+        _set_profile(self._outer)
+        return True
+
+    def resume(self) -> bool:
+        """See calls again; returns whether nothing was seen."""
+        if sys.getprofile() == self._profile:
+            return False
+        sys.setprofile(self._profile)
+        return True
+
+
+def _set_profile(profile: Any) -> None:
+    if profile is not None and not callable(profile):
+        profile.enable()  # that of the module cProfile sets itself
+    else:
+        sys.setprofile(profile)
+
+
+class _Current(threading.local):
+    def __init__(self) -> None:
+        self.watchers: list[CallWatcher] = []
+
+
+_CURRENT = _Current()
+
+
+def current_watcher() -> CallWatcher | None:
+    """The watcher of this thread, if there is one."""
+    return _CURRENT.watchers[-1] if _CURRENT.watchers else None
+
+
+@contextlib.contextmanager
+def calls_seen(seen: bool) -> Generator[None, None, None]:
+    """Let the watcher of this thread, if there is one, see calls or not, for a block."""
+    watcher = current_watcher()
+    changed = watcher is not None and (watcher.resume() if seen else watcher.pause())
+    try:
+        yield
+    finally:
+        if watcher is not None and changed:
+            watcher.pause() if seen else watcher.resume()

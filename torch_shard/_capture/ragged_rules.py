@@ -1,4 +1,4 @@
-"""What each operator does to selections by a mask, which are whole tensors beside the mask."""
+"""What each operator does to selections by a mask, which are whole tensors beside the mask: a `Rule` for each."""
 
 import math
 import operator
@@ -53,9 +53,9 @@ def _places(value: Any) -> Any:
     return type(value)(map(_places, value)) if isinstance(value, (list, tuple)) else value
 
 
-def _elementwise(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> Any:
+def _elementwise(run, node, args, kwargs):
     """As it is; the numbers of elements among the arguments are tensors."""
-    target: Any = node.target
+    target = node.target
     if any(isinstance(a, Count) for a in (*args, *kwargs.values())):
         args = tuple(a.number if isinstance(a, Count) else a for a in args)
         kwargs = {k: a.number if isinstance(a, Count) else a for k, a in kwargs.items()}
@@ -63,16 +63,15 @@ def _elementwise(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> Any:
     return target(*args, **kwargs)
 
 
-def _sized(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> Any:
+def _sized(run, node, args, kwargs):
     """What is given sizes, as it is with all places."""
-    target: Any = node.target
-    return target(*map(_places, args), **kwargs)
+    return node.target(*map(_places, args), **kwargs)
 
 
 def _along(position: int, default: Any) -> Rule:
     """As it is, if the dims of which an argument speaks have known sizes."""
 
-    def rule(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> Any:
+    def rule(run, node, args, kwargs):
         dims = args[position] if len(args) > position else kwargs.get("dim", default)
         _require_known(args_of(node)[0], dims)
         return _sized(run, node, args, kwargs)
@@ -90,7 +89,7 @@ def _require_known(source: Any, dims: Any) -> None:
             raise UnknownSizeError("along the selected elements")
 
 
-def _view(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
+def _view(run, node, args, kwargs):
     """Row-major order stays what it is where as many elements come before the unknown dim as before."""
     before, after = args_of(node)[0].meta["val"].shape, node.meta["val"].shape
     if [s for s in map(str, before) if s != "1"] != [s for s in map(str, after) if s != "1"]:
@@ -107,8 +106,8 @@ def _only_ragged(shape: Sequence[Any]) -> int:
     return found[0]
 
 
-Dims = Callable[[tuple], Sequence[int] | None]
-"""The dims of an argument along which an operator joins elements, given all arguments; None for all dims."""
+Dims = Callable[[tuple], Sequence[int] | None] | None
+"""The dims of an argument along which an operator joins elements, given all arguments; None for whichever dim."""
 
 
 def _filled(dims: Mapping[int, Dims], *, fill: Any = 0, known: bool = False) -> Rule:
@@ -120,20 +119,15 @@ def _filled(dims: Mapping[int, Dims], *, fill: Any = 0, known: bool = False) -> 
         known: Whether the dim that the second argument says must have a known size in the first.
     """
 
-    def rule(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> Any:
-        target: Any = node.target
+    def rule(run, node, args, kwargs):
         if known:
             _require_known(args_of(node)[0], args[1])
         given = list(args)
         for position, along in dims.items():
-            given[position] = run.filled(args_of(node)[position], along(args), fill)
-        return target(*given, **kwargs)
+            given[position] = run.filled(args_of(node)[position], along and along(args), fill)
+        return node.target(*given, **kwargs)
 
     return rule
-
-
-def _all_dims(args: tuple) -> None:
-    """Along whichever dim."""
 
 
 def _reduced(args: tuple) -> list[int] | None:
@@ -141,7 +135,7 @@ def _reduced(args: tuple) -> list[int] | None:
     return [dims] if isinstance(dims, int) else (dims or None)
 
 
-def _mean(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
+def _mean(run, node, args, kwargs):
     """The sum by the number of elements: of none, 0 / 0."""
     source = args_of(node)[0]
     shape, dims = source.meta["val"].shape, _reduced(args)
@@ -156,14 +150,14 @@ def _wide(value: _T) -> torch.dtype:
     return torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype
 
 
-def _norm(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
+def _norm(run, node, args, kwargs):
     dims = args[2] if len(args) > 2 else None
     if len(args) > 1 and not 0 < args[1] < math.inf:
         _require_known(args_of(node)[0], dims)
     return _filled({0: lambda _: dims})(run, node, args, kwargs)
 
 
-def _index(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
+def _index(run, node, args, kwargs):
     source, indices = args_of(node)
     where = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if any(index.meta["val"].dtype in _MASKS for _, index in where):
@@ -176,7 +170,7 @@ def _index(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
     return aten.index(args[0], [None if index is None else run.filled(index) for index in indices])
 
 
-def _nonzero(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
+def _nonzero(run, node, args, kwargs):
     (by,) = args_of(node)
     mask = run.filled(by) != 0
     run.learn(node.meta["val"].shape[0], mask.flatten(), by)
@@ -190,13 +184,13 @@ def _positions(run: WithMasks, size: Any) -> _T:
     return torch.arange(size) if isinstance(size, int) else run.mask(size).cumsum(0) - 1
 
 
-def _arange(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
+def _arange(run, node, args, kwargs):
     if (len(args) > 1 and args[0] != 0) or len(args) > 2:
         raise UnknownSizeError("arange with a start or a step")
     return _positions(run, node.meta["val"].shape[0]).to(node.meta["val"].dtype)
 
 
-def _index_put(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
+def _index_put(run, node, args, kwargs):
     source, indices, values = args_of(node)[:3]
     accumulate = bool(args[3:]) and args[3]
     where = [(dim, index) for dim, index in enumerate(indices) if index is not None]
@@ -242,14 +236,14 @@ def _put_rows(run: WithMasks, nodes: tuple[Node, Node], indices: Sequence[Any], 
     return aten.index_put(wide, found, run.filled(values), accumulate).narrow(first, 0, size)
 
 
-def _masked_scatter(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
+def _masked_scatter(run, node, args, kwargs):
     _, by, values = args_of(node)
     if not _is_ragged(values) or not run.is_selected_by(values.meta["val"].shape[0], by):
         raise UnknownSizeError("masked_scatter of what another mask has selected")
     return torch.where(args[1], args[2].reshape(args[0].shape), args[0])
 
 
-def _gather(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
+def _gather(run, node, args, kwargs):
     """An index that does not count is 0, so that it is one."""
     source, dim, index = args_of(node)[:3]
     dim = dim % max(1, args[0].ndim)
@@ -259,15 +253,15 @@ def _gather(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
     return torch.gather(args[0], dim, run.filled(index))
 
 
-def _embedding_backward(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
+def _embedding_backward(run, node, args, kwargs):
     if args[4]:
         raise UnknownSizeError("an embedding whose gradient is scaled by frequency")
-    return _filled({0: _all_dims, 1: _all_dims})(run, node, args, kwargs)
+    return _filled({0: None, 1: None})(run, node, args, kwargs)
 
 
-def _scatter(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
+def _scatter(run, node, args, kwargs):
     """Places that do not count write to one row more, which is then cut off."""
-    target: Any = node.target
+    target = node.target
     source, dim, index = args_of(node)[:3]
     if _is_ragged(source):  # each row into its own
         _require_known(source, [dim])
@@ -281,7 +275,7 @@ def _scatter(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
     return args[0].copy_(new) if aten_name(node).endswith("_") else new
 
 
-def _cat(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
+def _cat(run, node, args, kwargs):
     parts, dim = args_of(node)[0], (*args_of(node)[1:], 0)[0]
     sizes = [part.meta["val"].shape[dim] for part in parts]
     if not any(isinstance(size, torch.SymInt) for size in sizes):
@@ -295,7 +289,7 @@ def _cat(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
     return torch.cat(args[0], dim)
 
 
-def _slice(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
+def _slice(run, node, args, kwargs):
     """Along what was put together, whole parts of it: so the gradient goes back."""
     source = args_of(node)[0]
     dim, start, end, step = (*args_of(node)[1:], *(0, 0, None, 1)[len(args) - 1 :])
@@ -317,41 +311,25 @@ def _expression(bound: Any) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
-def _sym_size(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> Any:
-    return run.count(args_of(node)[0].meta["val"].shape[args[1]])
-
-
-def _sym_numel(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> Any:
+def _sym_numel(run, node, args, kwargs):
     shape = args_of(node)[0].meta["val"].shape
     return Count(args[0].numel(), math.prod(run.number(size) for size in shape))  # pyright: ignore
 
 
-def _arithmetic(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> Any:
+def _arithmetic(run, node, args, kwargs):
     """Arithmetic of Python on numbers of elements."""
-    target: Any = node.target
+    target = node.target
     number = target(*(a.number if isinstance(a, Count) else a for a in args))
     return Count(target(*map(_places, args)) if target is operator.mul else None, number)
 
 
-def _sym_float(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> Any:
-    return Count(None, args[0].number.double())
-
-
-def _number(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
+def _number(run, node, args, kwargs):
     """`torch.tensor(len(selected))` and its like."""
     value = args[-1]
     if not isinstance(value, Count):
         return _sized(run, node, args, kwargs)
     shape = _places(args[0]) if aten_name(node) == "full" else ()
     return value.number.to(node.meta["val"].dtype).expand(shape).clone()
-
-
-def _item(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> Any:
-    return args[0][args[1]]
-
-
-def _nothing(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> None:
-    """What PyTorch notes about sizes."""
 
 
 _ALONG_DIMS: dict[str, tuple[int, Any]] = {
@@ -386,21 +364,22 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("index_put", "index_put_", "_unsafe_index_put"), _index_put),
     "masked_scatter": _masked_scatter,
     "gather": _gather,
-    "embedding": _filled({1: _all_dims}),
+    "embedding": _filled({1: None}),
     "embedding_dense_backward": _embedding_backward,
-    "index_select": _filled({2: _all_dims}, known=True),
-    **dict.fromkeys(("index_add", "index_add_"), _filled({2: _all_dims, 3: lambda args: [args[1]]}, known=True)),
+    "index_select": _filled({2: None}, known=True),
+    **dict.fromkeys(("index_add", "index_add_"), _filled({2: None, 3: lambda args: [args[1]]}, known=True)),
     **dict.fromkeys(("scatter", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"), _scatter),
     "cat": _cat,
     "slice": _slice,
-    "sym_size": _sym_size,
+    "sym_size": lambda run, node, args, _: run.count(args_of(node)[0].meta["val"].shape[args[1]]),
     "sym_numel": _sym_numel,
     **dict.fromkeys(("full", "scalar_tensor"), _number),
-    **dict.fromkeys(("sym_constrain_range_for_size", "sym_constrain_range", "_assert_scalar"), _nothing),
+    # what PyTorch notes about sizes
+    **dict.fromkeys(("sym_constrain_range_for_size", "sym_constrain_range", "_assert_scalar"), lambda *_: None),
 }
 
 _OF_PYTHON: dict[str, Rule] = {
     **dict.fromkeys(("add", "sub", "mul", "truediv", "neg"), _arithmetic),
-    "sym_float": _sym_float,
-    "getitem": _item,
+    "sym_float": lambda run, node, args, kwargs: Count(None, args[0].number.double()),
+    "getitem": lambda run, node, args, kwargs: args[0][args[1]],
 }

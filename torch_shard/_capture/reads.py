@@ -1,6 +1,6 @@
 """What the user's own functions read from outside while a capture runs: the roots of a guard.
 
-Each function of the user's own that runs is seen (`calls`). Its code says which globals, closures and attributes it
+Each function of the user's own that runs is seen (`CallWatcher`). Its code says which globals, closures and attributes it
 reads; its arguments, and what functions return to it, are the objects that it reads them from. Code that knows tensors
 of a model by identity is refused: within a capture, others are in their places.
 """
@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_shard._capture.calls import CallWatcher
 from torch_shard._capture.function_mode import CaptureMode, outermost_mode
 from torch_shard._capture.guards import Guard
-from torch_shard._capture.provenance import count_as_own, describe, is_own_file, is_user_file
+from torch_shard._capture.provenance import CallWatcher, count_as_own, describe, is_own_file, is_user_file
 from torch_shard._capture.side_effects import is_record
 from torch_shard._capture.walk import Names, Root
 
@@ -103,13 +102,18 @@ class Reads:
         """Refuse code that asks which of a model's tensors one is, by `id`, `is`, or as a key or an element."""
         names = {id(tensor): name for name, tensor in entries.items()}
         found: dict[str, dict[str, None]] = {}
+
+        def line_of(variable: str) -> str | None:
+            last = variable.rpartition(".")[2]
+            return next((line for line, compared in self._compared.items() if last in compared), None)
+
         for variable, value in guard.hashed:
             if id(value) in names:
                 found.setdefault(f"{variable} has as keys or elements", {})[names[id(value)]] = None
         for variable, value in guard.leaves:
             if type(value) is int and value in names:
                 found.setdefault(f"{variable} has the id() of", {})[names[value]] = None
-            elif id(value) in names and (line := _line_of(variable, self._compared)):
+            elif id(value) in names and (line := line_of(variable)):
                 found.setdefault(f"{line}\n  compares by identity, and {variable} has", {})[names[id(value)]] = None
         if found:
             listed = "\n".join(f"  {about} {_few(of)}" for about, of in found.items())
@@ -183,7 +187,10 @@ class Reads:
         key = id(value), names
         if key in self._roots or id(value) in self._made or not hasattr(value, "__dict__"):
             return
-        if not isinstance(value, nn.Module) and any(_is_of_capture(held) for held in vars(value).values()):
+        held = vars(value).values()
+        if not isinstance(value, nn.Module) and any(
+            isinstance(h, torch.Tensor) and hasattr(h, "fake_mode") for h in held
+        ):
             return  # it was made within
         self._note(key, Root(name, None, value, names))
 
@@ -221,10 +228,6 @@ def _is_typed(frame: FrameType) -> bool:
     return file is None or is_own_file(file)
 
 
-def _is_of_capture(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and hasattr(value, "fake_mode")
-
-
 def _function_of(code: CodeType, values: dict[str, object], frame: FrameType) -> types.FunctionType | None:
     """The function of a frame that has just begun."""
 
@@ -256,11 +259,6 @@ _MAY_BE_TENSORS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_ATTR", "LOAD_GLOBAL", "LOAD_
 def _few(names: Iterable[str]) -> str:
     shown = list(names)
     return ", ".join(shown[:8]) + ", ..." * (len(shown) > 8)
-
-
-def _line_of(variable: str, compared: Mapping[str, frozenset[str]]) -> str | None:
-    last = variable.rpartition(".")[2]
-    return next((line for line, names in compared.items() if last in names), None)
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:

@@ -8,7 +8,8 @@ PyTorch's semi-public tracing API.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -20,13 +21,21 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._capture.autocast import autocast_only
 from torch_shard._capture.autograd_functions import standins_given
-from torch_shard._capture.calls import calls_seen
-from torch_shard._capture.constants import carry_random_places, constants_to_inputs, decomposes_draws, return_writes
+from torch_shard._capture.constants import (
+    Constants,
+    bits_of,
+    carry_random_places,
+    constants_to_inputs,
+    decomposes_draws,
+    is_literal,
+    return_writes,
+)
 from torch_shard._capture.data_dependence import DataDependence
 from torch_shard._capture.environment import capture_environment, reference_kernels
 from torch_shard._capture.fakes import changes_nothing, empty_like, fakes, node_in, remember, tracer
@@ -35,13 +44,13 @@ from torch_shard._capture.generators import Generators
 from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold
 from torch_shard._capture.host_values import HostPart
 from torch_shard._capture.masks import rules_for_selections
-from torch_shard._capture.provenance import INSTALLED, end_at_the_users_line, torchs_log_silent, user_frame
+from torch_shard._capture.provenance import INSTALLED, calls_seen, end_at_the_users_line, torchs_log_silent, user_frame
 from torch_shard._capture.ragged import UnknownSizeError, is_ragged
 from torch_shard._capture.ragged_rules import with_masks
 from torch_shard._capture.side_effects import Change, refuse_new_parameters
 from torch_shard._capture.simplify import simplify, stride_in_order
 from torch_shard._common.caller import caller
-from torch_shard._common.fx import check_outputs, outputs_of
+from torch_shard._common.fx import args_of, check_outputs, fill_in, is_random, outputs_of
 from torch_shard._common.operator_families import STRICT_VIEWS
 from torch_shard._common.overrides import FUNCTIONS, OPERATORS
 from torch_shard._common.types import PyTree
@@ -342,3 +351,59 @@ def _errors_for_users() -> Iterator[None]:
             f"{place}\nHere {asks} of a tensor{_instead(place)}"
             f"{_AFTER_A_SELECTION.format(str(unknown).splitlines()[0]) if unknown else ''}"
         ) from error
+
+
+def same_closure(first: Captured, second: Captured) -> bool:
+    """Tell whether two captures with the same graph close over the same tensors.
+
+    Literals are compared by value, and what the host is asked for by how it is computed there.
+    """
+    if first.host is not None and second.host is not None and first.host.meaning() == second.host.meaning():
+        asked = {id(a): id(b) for a, b in zip(first.host.given, second.host.given, strict=True)}
+    else:
+        asked = {}
+    return len(first.closure) == len(second.closure) and all(
+        a is b or asked.get(id(a)) == id(b) or (is_literal(a) and is_literal(b) and bits_of(a) == bits_of(b))
+        for a, b in zip(first.closure, second.closure, strict=True)
+    )
+
+
+def meaning(captured: Captured) -> tuple[Hashable, ...]:
+    """The operators of a program in order; programs with equal ones compute the same.
+
+    A causal mask is the same whether the program builds it or has it given.
+    """
+    graph = captured.module.graph
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    closure = dict(zip(inputs[len(inputs) - len(captured.closure) :], captured.closure, strict=True))
+    constants = Constants(graph, None, {node: t for node, t in closure.items() if is_literal(t)})
+    names: dict[Node, str] = {}
+    numbers = itertools.count()
+
+    def name(node: Node) -> str:
+        if node not in names:
+            value = constants.value(node)
+            names[node] = bits_of(value) if isinstance(value, torch.Tensor) else f"%{next(numbers)}"
+        return names[node]
+
+    found: list[Hashable] = []
+    for node in graph.nodes:
+        if node in closure and not is_literal(closure[node]):
+            names[node] = f"closure {id(closure[node])}"
+        elif node.op == "placeholder":
+            name(node)
+        elif node.op != "call_function" or not isinstance(constants.value(node), torch.Tensor):
+            place = node.meta.get("random_place") if is_random(node) else None
+            args = args_of(node)
+            if "called" in node.meta:  # its first argument is a number of this capture
+                args = (node.meta["called"], *args[1:])
+            found.append((str(node.target), repr(fill_in((args, node.kwargs), lambda n: _Name(name(n)))), place))
+            name(node)
+    return tuple(found)
+
+
+class _Name(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)

@@ -11,6 +11,7 @@ no cost over the axes along which they are all the same.
 # JAX and PyTorch annotate some of their functions in part.
 # pyright: reportUnknownMemberType=false
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -100,10 +101,9 @@ def vjp_of_chosen(
     def of_wanted(*chosen: jax.Array) -> list[jax.Array]:
         values = iter(chosen)
         outputs = jax.tree.leaves(fn(*(next(values) if w else p for p, w in zip(primals, wanted, strict=True))))
-        return [o for o, is_given in zip(outputs, given, strict=True) if is_given]
+        return [*itertools.compress(outputs, given)]
 
-    chosen = [p for p, w in zip(primals, wanted, strict=True) if w]
-    return cast(Pulled[list[jax.Array]], jax.vjp(of_wanted, *chosen))
+    return cast(Pulled[list[jax.Array]], jax.vjp(of_wanted, *itertools.compress(primals, wanted)))
 
 
 def map_together(outputs: list[jax.Array], inputs: Iterable[jax.Array]) -> list[jax.Array]:

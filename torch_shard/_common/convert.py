@@ -5,7 +5,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,31 @@ from torch.utils import _pytree as torch_pytree
 from torch_shard._common.caller import caller
 from torch_shard._common.dtypes import is_of_numpy, jax_dtype, torch_dtype
 from torch_shard._common.types import PyTree
+
+T = TypeVar("T")
+
+
+@jax.tree_util.register_static
+class Static(Generic[T]):
+    """A hashable Python value that rides in a pytree; to be equal, types must be too (2, 2.0 and True are not)."""
+
+    def __init__(self, value: T) -> None:
+        self.value, self._exact = value, _exact(value)
+
+    def __hash__(self) -> int:
+        return hash(self._exact)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and self._exact == other._exact
+
+
+def _exact(value: object) -> object:
+    """A key that is equal only for values that mean the same to a program."""
+    kind = type(value)
+    if isinstance(value, tuple):
+        return kind, *(_exact(item) for item in cast(tuple[object, ...], value))
+    return kind, repr(value) if isinstance(value, float | complex) else value  # -0.0 is not 0.0, nan is nan
+
 
 _SCALAR_DTYPES = {float: np.float32, complex: np.complex64}
 
@@ -105,6 +130,33 @@ def flatten(tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None) -> tu
             f"{caller()}: a dict has the keys {', '.join(map(repr, keys))}, which cannot be put in order, as JAX does. "
             "Give it keys of one type."
         ) from error
+
+
+_GAP = object()
+
+
+class Rest:
+    """A tree without some of its leaves, in whose places others go.
+
+    Attributes:
+        structure: Of the tree.
+        leaves: Those that stay, with a gap for each other one: equal for trees that differ in what was taken out alone.
+    """
+
+    def __init__(self, structure: object, leaves: tuple[PyTree, ...]) -> None:
+        self.structure, self.leaves = structure, leaves
+
+    def filled(self, values: Iterable[PyTree]) -> PyTree:
+        """The tree with these leaves, of which it takes as many as there are gaps."""
+        given = iter(values)
+        return jax.tree.unflatten(self.structure, [next(given) if leaf is _GAP else leaf for leaf in self.leaves])
+
+
+def take_out(tree: PyTree, *kinds: type) -> tuple[list[PyTree], Rest]:
+    """The leaves of a tree that are of these kinds, and the rest."""
+    leaves, structure = flatten(tree)
+    taken = [leaf for leaf in leaves if isinstance(leaf, kinds)]
+    return taken, Rest(structure, tuple(_GAP if isinstance(leaf, kinds) else leaf for leaf in leaves))
 
 
 def _unsortable(node: Any) -> list[object] | None:

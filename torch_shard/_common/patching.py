@@ -49,6 +49,19 @@ def patched(owner: Owner, name: str, wrap: Callable[[Any], object]) -> Generator
         _leave(attribute)
 
 
+@contextlib.contextmanager
+def having(owner: object, **values: object) -> Generator[None, None, None]:
+    """Let an object, as one of `threading.local`, have other attributes within."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
 class _Attribute:
     """Stands in a class while some thread has replaced an attribute, and is to each thread what it is to see."""
 

@@ -1,9 +1,9 @@
-"""Types that many packages use, and that a checker cannot express more exactly."""
+"""Types that many packages use, and that a checker cannot express more exactly; and a mapping of what was used last."""
 
 # PyTorch's class of operators, and some of its state, have no public names.
 # pyright: reportPrivateUsage=false
 
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -24,3 +24,30 @@ class Device(Protocol):
 
 Operator: TypeAlias = torch._ops.OpOverload
 """An ATen operator, or one of ours, as `torch.ops` has it."""
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+KEPT = 32
+"""Programs that a step keeps, and captures of a model: enough for buckets of lengths, megabytes each."""
+
+
+class LastUsed(dict[K, V]):
+    """At most `KEPT` entries: beyond that, the one goes that was used longest ago. In order of their last use."""
+
+    _newest: V | None = None
+
+    def use(self, key: K) -> V | None:
+        """The value of a key, if it is there."""
+        value = self.get(key)
+        if value is not None and value is not self._newest:
+            self.keep(key, value)
+        return value
+
+    def keep(self, key: K, value: V) -> None:
+        """Put a value in, or in the place of another."""
+        self.pop(key, None)
+        self[key] = self._newest = value
+        if len(self) > KEPT:
+            del self[next(iter(self))]

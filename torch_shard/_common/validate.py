@@ -77,19 +77,14 @@ def _parameters(signature: inspect.Signature) -> str:
     return f"({', '.join(signature.parameters)})"
 
 
-def check_positions(argument: str, positions: object) -> tuple[int, ...]:
-    """Check positions of arguments, and return them as a tuple."""
+def as_positions(argument: str, positions: object, names: Sequence[str]) -> tuple[int, ...]:
+    """Positions of arguments of these names, counted from the first."""
     found = (positions,) if is_integer(positions) else positions
     if isinstance(found, str) or not isinstance(found, Iterable) or not all(map(is_integer, cast(Any, found))):
         raise TypeError(
             f"{caller()}: {argument} must be a position of an argument, or a tuple of them, got {positions!r}."
         )
-    return tuple(cast(Iterable[int], found))
-
-
-def as_positions(argument: str, positions: object, names: Sequence[str]) -> tuple[int, ...]:
-    """Positions of arguments of these names, counted from the first."""
-    found = check_positions(argument, positions)
+    found = tuple(cast(Iterable[int], found))
     for position in found:
         if not -len(names) <= position < len(names):
             raise ValueError(

@@ -2,8 +2,10 @@
 
 import collections
 import contextlib
+import hashlib
 import itertools
 import logging
+import random
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -11,12 +13,80 @@ import jax
 import numpy as np
 import torch
 
+from torch_shard._capture import find_generators, state_of
 from torch_shard._common.caller import caller
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call, is_integer
 from torch_shard._device import HostRows
-from torch_shard._fit.generators import Streams, find_generators
 from torch_shard._train import ShardedBatch, Step
+
+_GLOBAL = (random, np.random, torch.default_generator)
+"""Python's and NumPy's global ones, which are modules, and torch's."""
+
+
+class Streams:
+    """Within a `with`, the generators go on where the last one left off; outside they are as they were."""
+
+    def __init__(self, held: list[Any], seed: np.random.SeedSequence) -> None:
+        self._all: list[Any] = [*_GLOBAL, *held]
+        words = map(int, seed.generate_state(len(self._all)))
+        self._inside = [_fresh(generator, word) for generator, word in zip(self._all, words, strict=True)]
+        self._outside: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._outside = self._swap(self._inside)
+
+    def __exit__(self, *_: object) -> None:
+        self._inside = self._swap(self._outside)
+
+    def _swap(self, states: list[Any]) -> list[Any]:
+        """Take these up, and return those of before."""
+        before = list(map(state_of, self._all))
+        for generator, state in zip(self._all, states, strict=True):
+            _set_state(generator, state)
+        return before
+
+
+def reseed(held: Iterable[Any], *words: int) -> None:
+    """Let the global generators and these go on from what follows from some numbers, and from nothing else."""
+    seed = int.from_bytes(hashlib.blake2b(repr(words).encode(), digest_size=8).digest()) >> 1
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    for number, generator in enumerate(held):
+        _set_state(generator, _fresh(generator, seed ^ number))
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif hasattr(generator, "setstate"):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+def _fresh(generator: Any, seed: int) -> Any:
+    """The state of a generator of this kind from a seed."""
+    if hasattr(generator, "getstate"):
+        return random.Random(seed).getstate()
+    if isinstance(generator, torch.Generator):
+        return torch.Generator(generator.device).manual_seed(seed).get_state()
+    if isinstance(generator, np.random.Generator):
+        return type(generator.bit_generator)(seed).state
+    bits = type(generator._bit_generator) if isinstance(generator, np.random.RandomState) else np.random.MT19937
+    return np.random.RandomState(bits(seed)).get_state()
+
+
+def generators_of(loader: Any) -> list[Any]:
+    """The random generators that a loader holds: in attributes, closures and small containers, at any depth.
+
+    Also those that its classes' methods and its functions name as globals. (Not those in long lists of data, nor what
+    is made while batches are drawn.)
+    """
+    found = find_generators(loader, of_data=True)
+    return [g for g in found if g is not torch.default_generator and not isinstance(g, np.random.BitGenerator)]
+
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +99,7 @@ class Batches:
             only be read on; or a function from a position to an iterable of the batches from there on.
         seed: Each epoch draws its random numbers (the shuffling of a `DataLoader`, augmentations) from this and its
             number; torch's, NumPy's and Python's global generators are left as they were, and those that the loader
-            holds (see `find_generators`).
+            holds (see `generators_of`).
     """
 
     def __init__(self, loader: Any, *, seed: int) -> None:
@@ -116,7 +186,7 @@ class Batches:
     def epoch(self, number: int, loader: Any = None) -> Iterator[PyTree]:
         """The batches of one epoch."""
         # Those that a function or an iterator holds are its own: it cannot be begun anew.
-        held = find_generators(self._loader) if loader is None else []
+        held = generators_of(self._loader) if loader is None else []
         streams = Streams(held, np.random.SeedSequence([self._seed, number]))
         with streams:
             if getattr(self._loader, "_iterator", None) is not None:  # workers that persist

@@ -15,7 +15,7 @@ from torch_shard._common.convert import flatten
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call, check_count, check_kind, is_integer
 from torch_shard._device import HostRows
-from torch_shard._fit.generators import find_generators, reseed
+from torch_shard._fit.data import generators_of, reseed
 from torch_shard._hosts import compare
 from torch_shard._sharding import describe_mesh
 from torch_shard._train import HostBatch, Step
@@ -120,7 +120,7 @@ class _Seeded(Dataset[Any]):
 
     def __getitems__(self, keys: list[_Key]) -> list[Any]:
         if self._held is None:
-            self._held = find_generators(self._dataset)
+            self._held = generators_of(self._dataset)
         reseed(self._held, self._seed, *keys[0])
         if _reads_many(self._dataset):
             return self._dataset.__getitems__([index for _, index in keys])

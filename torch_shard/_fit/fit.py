@@ -16,16 +16,14 @@ from rich.console import Console
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from torch_shard._common.caller import public
-from torch_shard._common.near_misses import near_misses
+from torch_shard._common.caller import near_misses, public
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed
 from torch_shard._fit.callbacks import Callback, Callbacks, Run, check_callbacks
 from torch_shard._fit.data import Ahead, Batches, check_samplers, reliable_len
 from torch_shard._fit.dataset import EvaluationRows, Rows, TrainingRows, as_rows, evaluation_rows
 from torch_shard._fit.loop import Evaluation, Loop, Settings
-from torch_shard._fit.predictions import Compute, Predictions
-from torch_shard._fit.reports import Bar, MetricsLog, Reports
+from torch_shard._fit.reports import Bar, Compute, MetricsLog, Predictions, Reports
 from torch_shard._fit.schedule import Schedule
 from torch_shard._hosts import Gate, compare, is_shared
 from torch_shard._io import Checkpointer

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
-from torch_shard._common.caller import caller, public
-from torch_shard._common.near_misses import near_misses
+from torch_shard._common.caller import caller, near_misses, public
 from torch_shard._common.validate import check_count, check_kind, check_number, check_seed
 from torch_shard._device import put
 from torch_shard._generate.decode import Decode, Loop, Prefill

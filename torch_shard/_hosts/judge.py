@@ -67,9 +67,9 @@ class Status:
     where: str = "at its beginning"
     waits: tuple[int, str, float] | None = None
     over: tuple[str, str] | None = None
-    asks: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
-    stands: dict[int, int | None] = dataclasses.field(default_factory=dict[int, int | None])
-    misses: list[int] = dataclasses.field(default_factory=list[int])
+    asks: dict[int, str] = dataclasses.field(default_factory=dict)
+    stands: dict[int, int | None] = dataclasses.field(default_factory=dict)
+    misses: list[int] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -83,10 +83,10 @@ class News:
         stops: The position before which all stop; None where one has left the loop already.
     """
 
-    failed: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
-    ended: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
-    asked: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict[int, tuple[int, str]])
-    stops: dict[int, int | None] = dataclasses.field(default_factory=dict[int, int | None])
+    failed: dict[int, str] = dataclasses.field(default_factory=dict)
+    ended: dict[int, str] = dataclasses.field(default_factory=dict)
+    asked: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
+    stops: dict[int, int | None] = dataclasses.field(default_factory=dict)
 
 
 class Judge:

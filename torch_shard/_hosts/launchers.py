@@ -216,7 +216,6 @@ def _of_ranks(
     local: tuple[int, int] | None,
     host: str | None,
     job: tuple[object, ...],
-    shown: tuple[str, ...],
 ) -> Found | None:
     """What a launcher says that numbers its processes by two variables; None where both are missing.
 
@@ -227,14 +226,13 @@ def _of_ranks(
         local: The same numbers among the processes of this host.
         host: Of process 0, where that is another one.
         job: What is the same in all processes of the job, and different in others.
-        shown: More variables that were read.
     """
     if (ranks := _ranks(env, *names)) is None:
         return None
     host = LOOPBACK if local is not None and local[1] == ranks[1] else host
     return Found(
         launcher=launcher,
-        says=_says(env, *names, *shown),
+        says=_says(env, *names),
         process_id=ranks[0],
         num_processes=ranks[1],
         coordinator=host and _meeting_point(env, host, launcher, *job),
@@ -254,7 +252,6 @@ def _torchrun(env: Environment) -> Found | None:
         local=_ranks(env, "LOCAL_RANK", "LOCAL_WORLD_SIZE", or_none=True),
         host=env.get("MASTER_ADDR"),
         job=(env.get("MASTER_PORT"), env.get("TORCHELASTIC_RUN_ID"), life),  # the agent keeps its store at that port
-        shown=("LOCAL_WORLD_SIZE", "MASTER_ADDR"),
     )
 
 
@@ -270,7 +267,6 @@ def _open_mpi(env: Environment) -> Found | None:
         local=_ranks(env, "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", or_none=True),
         host=_first_of_slurm(env) or mpirun,
         job=(uri, space),
-        shown=("OMPI_COMM_WORLD_LOCAL_SIZE",),
     )
 
 
@@ -288,7 +284,6 @@ def _pmi(env: Environment) -> Found | None:
         local=_ranks(env, *intel, or_none=True) or _ranks(env, *others, or_none=True),
         host=_first_of_slurm(env),
         job=(env.get("PMI_JOBID"),),
-        shown=("MPI_LOCALNRANKS",),
     )
 
 
@@ -311,7 +306,6 @@ def _slurm(env: Environment) -> Found | None:
         local=(_number(env, "SLURM_LOCALID"), tasks) if tasks and "SLURM_LOCALID" in env else None,
         host=first_host(env["SLURM_STEP_NODELIST"]),
         job=(env["SLURM_JOB_ID"], step, env.get("SLURM_RESTART_COUNT")),
-        shown=("SLURM_STEP_NODELIST",),
     )
 
 
@@ -336,7 +330,6 @@ def _skypilot(env: Environment) -> Found | None:
         local=(0, 1),
         host=hosts[0] if hosts else None,
         job=(env.get("SKYPILOT_TASK_ID"),),
-        shown=("SKYPILOT_NODE_IPS",),
     )
     if found is None or found.num_processes != len(hosts):
         raise ValueError(

@@ -1,10 +1,8 @@
 """Previews and proofs: comparison with torch, explanation of a capture, drawings of shardings."""
 
-from torch_shard._inspect.compare import compare_batches, compare_with_torch
 from torch_shard._inspect.drawing import Drawing, visualize_sharding
 from torch_shard._inspect.explain import Explanation, explain_capture
 from torch_shard._inspect.find_nan import NanReport, find_nan, read_bad_batch, replay, save_bad_batch
-from torch_shard._inspect.proofs import Proof, Proofs
-from torch_shard._inspect.prove import prove
+from torch_shard._inspect.prove import Proof, Proofs, prove
 from torch_shard._inspect.targets import find_proved, find_step, read_file
-from torch_shard._inspect.training import Training
+from torch_shard._inspect.training import compare_with_torch

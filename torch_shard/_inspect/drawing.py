@@ -17,14 +17,12 @@ from rich.text import Text
 from torch_shard._capture import is_fake
 from torch_shard._common.caller import error_prefix, public
 from torch_shard._common.convert import struct_of
-from torch_shard._common.printed import InNotebooks, printed
-from torch_shard._common.svg import save_svg
+from torch_shard._common.printed import InNotebooks, printed, save_svg
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._common.wrappers import unwrapped
 from torch_shard._device import JaxTensor
-from torch_shard._inspect.grid import DrawnArray, Grid, describe_names, make_grids
-from torch_shard._inspect.picture import paint
+from torch_shard._inspect.grid import DrawnArray, Grid, describe_names, make_grids, paint
 from torch_shard._sharding import ResolvedEntry, ResolvedPlan
 from torch_shard._state import TrainState
 

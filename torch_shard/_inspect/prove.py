@@ -1,30 +1,237 @@
-"""Every way to lay a model over devices, proved against eager torch in one call."""
+"""Every usual way to lay a model over devices, proved against eager torch in one call, and the table of proofs."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import optax
 import torch
 from jax.sharding import Mesh, PartitionSpec
+from rich.table import Table
 from torch.overrides import TorchFunctionMode
 
-from torch_shard._common.caller import public
+from torch_shard._common.caller import caller, error_prefix, public
 from torch_shard._common.dtypes import has_x64
+from torch_shard._common.printed import InNotebooks, printed
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_count
+from torch_shard._common.validate import check_count, check_kind
 from torch_shard._common.wrappers import check_module
-from torch_shard._inspect.layouts import MICROBATCHES, Layout, Recipe, layouts_of
-from torch_shard._inspect.proofs import Proof, Proofs
 from torch_shard._inspect.training import Run, Training, check_optimizers
 from torch_shard._loss import check_loss_fn
 from torch_shard._optim import adamw
-from torch_shard._plans import quietly
-from torch_shard._sharding import LossFn, ShardingPlan, describe_mesh
-from torch_shard._train import ROUNDING, Replay, Values, compared, differences, losses_in, repeated_in_float64
+from torch_shard._plans import expert, fsdp, fsdp_tp, hsdp, pipeline, quietly, replicated, tp
+from torch_shard._sharding import LossFn, ShardingPlan, check_mesh, describe_mesh, make_mesh
+from torch_shard._train import (
+    ROUNDING,
+    Comparison,
+    Difference,
+    Replay,
+    Values,
+    compared,
+    differences,
+    losses_in,
+    repeated_in_float64,
+)
+
+MICROBATCHES = 2
+"""Of plans that have stages."""
+
+Recipe = Callable[[torch.nn.Module, Mesh], ShardingPlan]
+"""Makes a plan for a model on a mesh."""
+
+
+Layout = tuple[str, Mesh, ShardingPlan | Recipe]
+"""The name of a plan, its devices, and the plan, or the recipe that makes it."""
+
+
+def _in_stages(recipe: Recipe, model: torch.nn.Module, mesh: Mesh) -> ShardingPlan:
+    return pipeline(recipe(model, mesh))
+
+
+USUAL: Mapping[str, tuple[Recipe, Mapping[str, int]]] = {
+    "dp": (replicated, {"batch": 0}),
+    "fsdp": (fsdp, {"batch": 0}),
+    "hsdp": (hsdp, {"replica": 2, "batch": 0}),
+    "fsdp_tp": (fsdp_tp, {"batch": 0, "model": 2}),
+    "tp_sequence": (functools.partial(fsdp_tp, sequence=True), {"batch": 2, "model": 0}),
+    "context": (functools.partial(fsdp_tp, tp=None, context="context"), {"batch": 2, "context": 0}),
+    "expert": (expert, {"batch": 2, "model": 0}),
+    "stage": (functools.partial(_in_stages, replicated), {"batch": 0, "stage": 2}),
+    "stage_tp": (functools.partial(_in_stages, tp), {"batch": 0, "stage": 2, "model": 2}),
+}
+"""Recipes and sizes of axes: of an odd number of devices 1 in place of 2; 0 is what is left of them."""
+
+
+def _usual_mesh(name: str) -> Mesh:
+    """The mesh of a usual layout, of all devices."""
+    left, sizes = jax.device_count(), dict(USUAL[name][1])
+    for axis, size in sizes.items():
+        if size:
+            sizes[axis] = size if left % size == 0 else 1
+            left //= sizes[axis]
+    return make_mesh(None, topology=None, **{axis: size or left for axis, size in sizes.items()})
+
+
+def layouts_of(plans: PyTree, meshes: PyTree) -> list[Layout]:
+    """What `ts.prove` is asked for.
+
+    Args:
+        plans: As `ts.prove` takes them.
+        meshes: As `ts.prove` takes them.
+    """
+    chosen, usual = _plans(plans), {name: recipe for name, (recipe, _) in USUAL.items()}
+    if meshes is None:
+        if own := [name for name in chosen if chosen[name] is not usual.get(name)]:
+            raise ValueError(f"{caller()}: give meshes=[...] for the plans {', '.join(own)}: where they are to lie.")
+        pairs = [(name, _usual_mesh(name)) for name in chosen]
+    else:
+        given = [meshes] if isinstance(meshes, Mesh) else meshes
+        check_kind("meshes", given, Sequence)
+        pairs = [(name, check_mesh(mesh)) for mesh in cast(Sequence[Mesh], given) for name in chosen]
+    return [(name, mesh, chosen[name]) for name, mesh in pairs]
+
+
+def _plans(given: PyTree) -> Mapping[str, ShardingPlan | Recipe]:
+    given = list(USUAL) if given is None else given
+    if isinstance(given, Mapping):
+        for name, plan in cast(Mapping[object, object], given).items():
+            check_kind("a name in plans", name, str)
+            if not isinstance(plan, ShardingPlan) and not callable(plan):
+                raise TypeError(
+                    f"{caller()}: plans[{name!r}] must be a ShardingPlan, or a function of a model and a mesh that "
+                    f"makes one, such as ts.plans.fsdp; got {type(plan).__name__}."
+                )
+        return cast(Mapping[str, ShardingPlan | Recipe], given)
+    names = [given] if isinstance(given, str) else given
+    check_kind("plans", names, Sequence, hint='Plans of your own have names: {"mine": plan}.')
+    if strange := [name for name in cast(Sequence[object], names) if name not in USUAL]:
+        raise ValueError(
+            f"{caller()}: plans has {strange[0]!r}, which is none of {', '.join(map(repr, USUAL))}. Plans of your own "
+            'have names: plans={"mine": plan}, meshes=[mesh].'
+        )
+    return {name: USUAL[name][0] for name in cast(Sequence[str], names)}
+
+
+KINDS = ("loss", "metric", "gradient", "parameter", "buffer")
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """One layout beside eager torch.
+
+    Attributes:
+        plan: Its name.
+        mesh: Its axes with their sizes.
+        dtype: In which both computed: "float64" where the rounding of "float32" hid too much; "float64, in part
+            float32" where the model itself computes some of it in that.
+        compared: All values; None where the layout does not fit the model or the batch.
+        refused: Why it does not; else empty.
+        need_not_fit: Whether it was tried as one of the usual layouts, and not asked for.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> def loss_fn(model, batch):
+        ...     return model(batch).square().mean()
+        >>> (row,) = ts.prove(torch.nn.Linear(4, 2), loss_fn, torch.ones(8, 4), plans="dp").rows
+        >>> row.plan, row.mesh, row.dtype, row.worst("gradient").worst < 1e-5
+        ('dp', '(batch=8)', 'float32', True)
+    """
+
+    plan: str
+    mesh: str
+    dtype: str
+    compared: Comparison | None
+    refused: str = ""
+    need_not_fit: bool = False
+
+    @property
+    def holds(self) -> bool:
+        """Whether every value is as close as rounding explains; what does not fit does not hold."""
+        return self.compared is not None and all(row.worst <= self.compared.tolerance for row in self.compared.rows)
+
+    def worst(self, kind: str | None = None) -> Difference | None:
+        """Give the largest difference; None if there is no such value.
+
+        Args:
+            kind: "loss", "metric", "gradient", "parameter" or "buffer"; None for all.
+        """
+        rows = self.compared.rows if self.compared is not None else ()
+        return next((row for row in rows if kind in (None, row.kind)), None)  # the largest comes first
+
+
+@dataclasses.dataclass(frozen=True)
+class Proofs(InNotebooks):
+    """Findings of `ts.prove`; print them with `rich.print` or `print`.
+
+    Attributes:
+        rows: One for each layout.
+        reference: What the others are compared with: "eager torch", or "one device" if the loss draws random numbers.
+        steps: How many each of them has trained.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> found = ts.prove(
+        ...     torch.nn.Linear(4, 2), lambda model, batch: model(batch).square().mean(), torch.ones(8, 4),
+        ...     plans=["dp", "expert"], meshes=[ts.make_mesh(batch=2, model=2)],
+        ... )
+        >>> [(row.plan, row.holds, row.refused[:46]) for row in found.rows]
+        [('dp', True, ''), ('expert', False, 'plans.expert: no entry of Linear holds several')]
+    """
+
+    rows: tuple[Proof, ...]
+    reference: str
+    steps: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether all hold: those that were asked for, and of the usual ones those that fit the model."""
+        return not self._failed()
+
+    def _failed(self) -> list[Proof]:
+        return [row for row in self.rows if not row.holds and not (row.refused and row.need_not_fit)]
+
+    @error_prefix("raise_if_different")
+    def raise_if_different(self) -> None:
+        """Raise if a value of any layout is further from its reference than rounding explains.
+
+        Raises:
+            AssertionError: With the layouts, the names and how far they are apart.
+        """
+        if not (failed := self._failed()):
+            return
+        lines = [f"  {row.plan} on {row.mesh}: {_said(row)}" for row in failed]
+        raise AssertionError(f"these layouts do not give the numbers of {self.reference}:\n" + "\n".join(lines))
+
+    def __rich__(self) -> Table:
+        shown = [kind for kind in KINDS if any(row.worst(kind) for row in self.rows)]
+        title = f"Largest differences from {self.reference} after {self.steps} step{'s' * (self.steps != 1)}"
+        table = Table(title=title, caption="relative to the largest entry of the value")
+        for column in ("plan", "mesh", *shown, "in", ""):
+            table.add_column(column, justify="right" if column in KINDS else "left", overflow="fold")
+        for row in self.rows:
+            sizes = [f"{found.worst:.1e}" if (found := row.worst(kind)) else "" for kind in shown]
+            colour = "green" if row.holds else "yellow" if row.need_not_fit else "red"
+            verdict = "holds" if row.holds else _said(row)
+            table.add_row(row.plan, row.mesh, *sizes, "" if row.refused else row.dtype, verdict, style=colour)
+        return table
+
+    def __str__(self) -> str:
+        return printed(self, 140)
+
+
+def _said(row: Proof) -> str:
+    """What is wrong with a row, in a line."""
+    if row.refused:
+        return f"does not fit: {row.refused.partition('. ')[0]}"
+    worst = row.worst()
+    beyond = [found for found in row.compared.rows if not found.worst <= row.compared.tolerance] if row.compared else []
+    more = f", and {len(beyond) - 1} more" if len(beyond) > 1 else ""
+    return f"{worst.kind} {worst.name} is {worst.worst:.1e} apart{more}" if worst else ""
+
 
 EXACT = {torch.float32: 1e-5, torch.float64: 1e-10}
 """Of the largest entry: sums of some thousand terms in another order, through some layers and steps."""

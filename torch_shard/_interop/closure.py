@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._capture import ModuleFlags, is_literal
+from torch_shard._common.patching import having
 from torch_shard._device import to_array
 from torch_shard._lowering import Program, RowSplit
 
@@ -22,14 +23,9 @@ class Closure(threading.local):
         self.split: RowSplit | None = None
         """How the rows of the batch lie in the step that calls into JAX."""
 
-    @contextlib.contextmanager
-    def within(self, split: RowSplit | None) -> Iterator[None]:
+    def within(self, split: RowSplit | None) -> contextlib.AbstractContextManager[None]:
         """Let what a step calls know how rows lie: a function of the user's cannot hand it on."""
-        before, self.split = self.split, split
-        try:
-            yield
-        finally:
-            self.split = before
+        return having(self, split=split)
 
     @property
     def token(self) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 
@@ -12,7 +13,7 @@ import torch
 from torch_shard._capture import is_repeating
 from torch_shard._common.axes import vary_like
 from torch_shard._common.caller import caller, public
-from torch_shard._common.convert import flatten
+from torch_shard._common.convert import take_out
 from torch_shard._common.overrides import instead_of_attribute
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
@@ -69,19 +70,15 @@ def debug_print(fmt: str, *args: object, **kwargs: object) -> None:
         (3,), the first is 1.0
     """
     check_kind("fmt", fmt, str)
-    leaves, tree = flatten((args, kwargs))
-    _check_format(fmt, jax.tree.unflatten(tree, [_Anything() if isinstance(x, torch.Tensor) else x for x in leaves]))
-    tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tensors, rest = take_out((args, kwargs), torch.Tensor)
+    _check_format(fmt, rest.filled(itertools.repeat(_Anything())))
 
     def show(*values: object) -> None:
-        given = iter(values)
-        args, kwargs = jax.tree.unflatten(
-            tree, [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        )
+        args, kwargs = rest.filled(values)
         sys.stdout.write(fmt.format(*args, **kwargs) + "\n")
 
     if not is_repeating():
-        call_jax(functools.partial(jax.debug.callback, show), *tensors)
+        call_jax(functools.partial(jax.debug.callback, show), *(tensor.detach() for tensor in tensors))
 
 
 class _Anything:

@@ -156,17 +156,16 @@ class _Opaque(torch.autograd.Function):
         tensors = ctx.saved_tensors
         wanted = tuple(needed and _is_inexact(t) for t, needed in zip(tensors, ctx.needs_input_grad[2:], strict=True))
         given = tuple(c is not None and _is_inexact(c) for c in cotangents)
-        chosen = [c for c, is_given in zip(cotangents, given, strict=True) if is_given]
         known = isinstance(ctx.fn, KnownFunction)
         vjp = ctx.fn.vjp(wanted, given, tuple(map(like, tensors))) if known else _vjp_of(ctx.fn, wanted, given)
-        grads = iter(_Opaque.apply(vjp, ctx.run, *tensors, *chosen))
+        grads = iter(_Opaque.apply(vjp, ctx.run, *tensors, *itertools.compress(cotangents, given)))
         return None, None, *(next(grads) if want else None for want in wanted)
 
 
 def _vjp_of(fn: FlatJaxFn, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> FlatJaxFn:
     def vjp(*inputs: jax.Array) -> list[jax.Array]:
         primals, cotangents = inputs[: len(wanted)], inputs[len(wanted) :]
-        chosen = [p for p, want in zip(primals, wanted, strict=True) if want]
+        chosen = itertools.compress(primals, wanted)
         outputs, pull = vjp_of_chosen(fn, primals, wanted, given)
         sums = [sum_shares(c.astype(o.dtype), o) for c, o in zip(cotangents, outputs, strict=True)]
         return [into_shares(grad, primal) for grad, primal in zip(pull(sums), chosen, strict=True)]

@@ -24,8 +24,7 @@ from torch_shard._common.overrides import ATTRIBUTES, FUNCTIONS, HELD, Attribute
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._interop.jax_function import like, run_known
-from torch_shard._interop.kernels import Calls, Kernel, described
-from torch_shard._interop.on_shards import Split
+from torch_shard._interop.kernels import Calls, Kernel, Split, described
 from torch_shard._lowering import Own
 
 

@@ -8,7 +8,7 @@ parameters) is read anew by whoever traces: see `Closure`.
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -27,10 +27,9 @@ from torch_shard._capture import (
     repeating,
 )
 from torch_shard._common.axes import into_shares, manual_axes, map_together, sum_shares
-from torch_shard._common.convert import adopt_torch_nodes, flatten
+from torch_shard._common.convert import Rest, Static, adopt_torch_nodes, take_out
 from torch_shard._common.dtypes import captured_dtype
 from torch_shard._common.random import Key, NeedsKey
-from torch_shard._common.static import Static
 from torch_shard._common.types import PyTree
 from torch_shard._interop.closure import CLOSURE, Reader
 from torch_shard._lowering import Program, capture_settings
@@ -164,18 +163,24 @@ class FlatFunction:
         """
         return _with_torch_derivative(self, needs_grad, closure, autocast)
 
+    def _repeated(
+        self, inputs: Sequence[torch.Tensor], wanted: Sequence[bool], given: Sequence[bool]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], Sequence[torch.Tensor]]:
+        """The callable once more: the given ones of what it returns, the wanted inputs, and all that it returns."""
+        primals = [
+            p.detach().requires_grad_() if want and not p.requires_grad else p
+            for p, want in zip(inputs, wanted, strict=False)
+        ]
+        with repeating():
+            results = self.fn(*primals)[0]
+        return [*itertools.compress(results, given)], [*itertools.compress(primals, wanted)], results
+
     def _vjp(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> "FlatFunction":
         """`(*primals, *cotangents of the given outputs) -> gradients of the wanted primals`."""
-        fn = self.fn
 
         def gradients(*inputs: torch.Tensor) -> Any:
-            primals, cotangents = inputs[: len(wanted)], inputs[len(wanted) :]
-            again = any(t.requires_grad for t in inputs)
-            primals = _with_grad(primals, wanted)
-            with repeating():
-                results = fn(*primals)[0]
-            outputs = [o for o, is_given in zip(results, given, strict=True) if is_given]
-            leaves = [p for p, want in zip(primals, wanted, strict=True) if want]
+            again, cotangents = any(t.requires_grad for t in inputs), inputs[len(wanted) :]
+            outputs, leaves, _ = self._repeated(inputs, wanted, given)
             pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
             if not pairs:
                 return [torch.zeros_like(leaf) for leaf in leaves], None
@@ -193,30 +198,18 @@ class FlatFunction:
         By the derivative of a backward pass, which is linear in its cotangents: forward mode of PyTorch does not go
         through what calls `torch.autograd.grad` itself, as derivatives here do.
         """
-        fn = self.fn
 
         def pushed(*inputs: torch.Tensor) -> Any:
-            primals, tangents = inputs[: len(wanted)], inputs[len(wanted) :]
-            again = any(t.requires_grad for t in inputs)
-            primals = _with_grad(primals, wanted)
-            with repeating():
-                results = fn(*primals)[0]
-            outputs = [o for o, is_given in zip(results, given, strict=True) if is_given]
+            again, tangents = any(t.requires_grad for t in inputs), inputs[len(wanted) :]
+            outputs, leaves, results = self._repeated(inputs, wanted, given)
             moving = [o for o in outputs if o.requires_grad]
             cotangents = [torch.zeros_like(o, requires_grad=True) for o in moving]
-            moved = iter(_derivatives(moving, [*itertools.compress(primals, wanted)], cotangents, tangents, again))
+            moved = iter(_derivatives(moving, leaves, cotangents, tangents, again))
             none = (torch.zeros_like(o) for o in outputs)
             found = [next(moved) if o.requires_grad else zero for o, zero in zip(outputs, none, strict=True)]
             return [*results, *found], None
 
         return FlatFunction(pushed, f"the derivative of {self.what}", is_derived=True)
-
-
-def _with_grad(primals: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor]:
-    return [
-        p.detach().requires_grad_() if want and not p.requires_grad else p
-        for p, want in zip(primals, wanted, strict=True)
-    ]
 
 
 def _derivatives(
@@ -266,7 +259,7 @@ def _with_torch_derivative(
         key, arrays, values, about = saved
         wanted, token = about.value
         given = tuple(_is_given(c) for c in cotangents)
-        chosen = [into_shares(c) for c, is_given in zip(cotangents, given, strict=True) if is_given]
+        chosen = [*map(into_shares, itertools.compress(cotangents, given))]
         if not chosen or not any(wanted):
             return (None,) * (1 + len(arrays) + len(values))
         with autocast.entered(), Reader(closure, values, token, partial=True).active():
@@ -333,37 +326,28 @@ class TorchFunction:
         self._flat: dict[object, FlatFunction] = {}
 
     def __call__(self, key: Key, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        leaves, tree = flatten((args, kwargs))
-        leaves = [jax.numpy.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
-        is_array = tuple(isinstance(leaf, jax.Array) or hasattr(leaf, "__jax_array__") for leaf in leaves)
-        static = tuple(leaf for leaf, array in zip(leaves, is_array, strict=True) if not array)
-        arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
-        function, arrays = self._flat_function(tree, is_array, static).with_closure(arrays)
-        outputs = iter(function.apply(key, *arrays))
-        out_tree, out_leaves = function.aux(arrays)
-        return jax.tree.unflatten(out_tree, [next(outputs) if o is _TENSOR else o for o in out_leaves])
+        arrays, rest = take_out((args, kwargs), jax.Array, np.ndarray, _LikeArray)
+        arrays = [jax.numpy.asarray(array) if isinstance(array, np.ndarray) else array for array in arrays]
+        function, arrays = self._flat_function(rest).with_closure(arrays)
+        outputs = function.apply(key, *arrays)
+        return function.aux(arrays).filled(outputs)
 
-    def _flat_function(self, tree: object, is_array: tuple[bool, ...], static: tuple[object, ...]) -> FlatFunction:
-        signature = tree, is_array, Static(static)
-        return self._flat.setdefault(signature, FlatFunction(self._flatten(tree, is_array, static), self.what))
-
-    def _flatten(self, tree: object, is_array: tuple[bool, ...], static: tuple[object, ...]) -> TensorFn[Any]:
-        def flat(*tensors: torch.Tensor) -> Any:
-            given, others = iter(tensors), iter(static)
-            args, kwargs = jax.tree.unflatten(tree, [next(given) if array else next(others) for array in is_array])
+    def _flat_function(self, rest: Rest) -> FlatFunction:
+        def flat(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], Rest]:
+            args, kwargs = rest.filled(tensors)
             out = self.fn(*args, **kwargs)
             adopt_torch_nodes(out)
-            leaves, out_tree = jax.tree.flatten(out)
-            outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            return outputs, (
-                out_tree,
-                [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves],
-            )
+            return take_out(out, torch.Tensor)
 
-        return flat
+        signature = rest.structure, Static(rest.leaves)
+        return self._flat.setdefault(signature, FlatFunction(flat, self.what))
 
 
-_TENSOR = object()
+@runtime_checkable
+class _LikeArray(Protocol):
+    """What JAX takes for an array."""
+
+    def __jax_array__(self) -> jax.Array: ...
 
 
 def _name_of(fn: Callable[..., object]) -> str:

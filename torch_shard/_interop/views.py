@@ -7,7 +7,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from torch_shard._capture import ModuleFlags, active_regions, add_modules, current_mode, flags_hold, is_fake
 from torch_shard._common.caller import caller, error_prefix, public
-from torch_shard._common.convert import adopt_torch_nodes, flatten
+from torch_shard._common.convert import Rest, adopt_torch_nodes, flatten, take_out
 from torch_shard._common.random import NeedsKey, next_key, wrap_seed
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, named
@@ -103,7 +103,7 @@ def _call(
     site = _CallSite() if captured else _site_of(pure) if lasts and needs_grad else None
     autocast = active_regions()  # JAX also traces when the region is over, for derivatives
     key = next_key() if random and not captured else None
-    out: list[Any] = []
+    out: list[Rest] = []
     views: list[bool] = []
 
     def flat(*arrays: jax.Array) -> list[jax.Array]:
@@ -122,22 +122,19 @@ def _call(
         if site is not None and reader is not None:
             site.flags.extend(flags for flags in reader.modules if flags not in site.flags)
             views.extend([True] * reader.has_views)
-        out_leaves, out_tree = jax.tree.flatten(result)
-        found = [isinstance(leaf, (jax.Array, np.ndarray)) for leaf in out_leaves]
-        out[:] = [out_tree, [_ARRAY if f else o for o, f in zip(out_leaves, found, strict=True)]]
-        return [_without_float0(leaf) for leaf, f in zip(out_leaves, found, strict=True) if f]
+        found, rest = take_out(result, jax.Array, np.ndarray)
+        out[:] = [rest]
+        return list(map(_without_float0, found))
 
     if random and captured:
         tensors.append(draw_seed(tensors))
     closure = [] if site is None else site.closure
-    results = iter(run_captured(flat, tensors, closure) if captured else run_now(flat, tensors, closure))
+    results = (run_captured if captured else run_now)(flat, tensors, closure)
     if captured and site is not None:
         for flags in site.flags:
             add_modules(flags)
-    return jax.tree.unflatten(out[0], [next(results) if o is _ARRAY else o for o in out[1]])
+    return out[0].filled(results)
 
-
-_ARRAY = object()
 
 _RUNS = itertools.count()
 
@@ -175,7 +172,7 @@ def call_jax(fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> P
         [2.0, 2.0]
     """
     found = call_pure(lambda key, /, *args, **kwargs: fn(*args, **kwargs), args, kwargs, random=False)
-    tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+    tensors, _ = take_out((args, kwargs), torch.Tensor)
     if current_mode() is not None or not tensors or any(is_fake(t) or t.device.type != "cpu" for t in tensors):
         return found
     return jax.tree.map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, found)

@@ -18,8 +18,7 @@ from typing import Any, cast
 import filelock
 import jax
 
-from torch_shard._common.caller import caller, public
-from torch_shard._common.near_misses import near_misses
+from torch_shard._common.caller import caller, near_misses, public
 from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed, is_integer
 from torch_shard._hosts import PeerError, agree, check_peers, compare, exchange
 from torch_shard._io.integrity import Unreadable, find_damage, seal, sync_directory

@@ -11,7 +11,7 @@ import torch
 
 from torch_shard._capture import HostInputs, Mismatch, Reads
 from torch_shard._common.caller import caller
-from torch_shard._common.last_used import KEPT
+from torch_shard._common.types import KEPT
 from torch_shard._loss.batch import BatchSignature
 from torch_shard._loss.captured import CapturedLoss
 from torch_shard._loss.host_values import HostValues, capture_with

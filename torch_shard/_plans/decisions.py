@@ -19,7 +19,7 @@ from rich.filesize import decimal
 from torch.nn.parameter import is_lazy
 
 from torch_shard._common.caller import caller
-from torch_shard._plans.layers import LORA, is_table, kernels_of, product_of
+from torch_shard._plans.roles import LORA, is_table, kernels_of, product_of
 from torch_shard._sharding import (
     Context,
     Padded,

@@ -13,8 +13,7 @@ from torch_shard._common.types import Device
 from torch_shard._common.validate import is_integer
 from torch_shard._common.wrappers import check_module
 from torch_shard._plans.decisions import listed
-from torch_shard._plans.from_hf import from_hf
-from torch_shard._plans.hf_rules import Rules
+from torch_shard._plans.from_hf import Rules, from_hf
 from torch_shard._plans.recipes import fsdp, replicated
 from torch_shard._sharding import ShardingPlan, make_mesh
 

@@ -12,8 +12,7 @@ from typing import Literal, cast
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
-from torch_shard._common.caller import caller, error_prefix
-from torch_shard._common.near_misses import near_misses
+from torch_shard._common.caller import caller, error_prefix, near_misses
 from torch_shard._common.validate import check_kind
 from torch_shard._common.wrappers import check_module
 from torch_shard._plans.decisions import (
@@ -29,8 +28,7 @@ from torch_shard._plans.decisions import (
     warn,
     with_sizes,
 )
-from torch_shard._plans.layers import experts_of, layers_of, tables_of
-from torch_shard._plans.roles import Role, roles_of
+from torch_shard._plans.roles import Role, experts_of, layers_of, roles_of, tables_of
 from torch_shard._plans.sequence import sequence_constraints
 from torch_shard._sharding import (
     Context,

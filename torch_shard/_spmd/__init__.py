@@ -1,6 +1,5 @@
 """A torch function per device: shard_map, pmap, vmap, tpmap, collectives, replicas."""
 
-from torch_shard._spmd.arg_kinds import ArgKind
 from torch_shard._spmd.collectives import (
     all_gather,
     all_to_all,
@@ -16,4 +15,4 @@ from torch_shard._spmd.collectives import (
 )
 from torch_shard._spmd.maps import jax_pmap, jax_shard_map, jax_vmap
 from torch_shard._spmd.replicas import assert_replica_integrity, gather_from_jax_processes, unshard
-from torch_shard._spmd.tpmap import tpmap
+from torch_shard._spmd.tpmap import ArgKind, tpmap

@@ -9,24 +9,26 @@ import torch
 
 from torch_shard._capture import current_mode
 from torch_shard._common.axes import manual_axes, size_of
+from torch_shard._common.caller import caller
 from torch_shard._common.convert import adopt_torch_nodes
 from torch_shard._common.types import PyTree
 
 T = TypeVar("T")
 
 
-def sizes_of(name: str, axis: Any) -> dict[str, int]:
+def sizes_of(axis: Any) -> dict[str, int]:
     """The axes with their sizes; the capture under way depends on them."""
     axes = axis if isinstance(axis, tuple) else (axis,)
     if len(set(axes)) < len(axes):
-        raise ValueError(f"{name}: {axis!r} names an axis twice.")
+        raise ValueError(f"{caller()}: {axis!r} names an axis twice.")
     sizes: dict[str, Any] = {a: size_of(a) for a in axes}
     for unbound in (a for a, size in sizes.items() if size is None):
         bound = ", ".join(repr(a) for a in manual_axes() if not a.startswith("_"))  # JAX names what pmap leaves unnamed
         raise NameError(
-            f"{name}: axis {unbound!r} is not bound here{f' ({bound} of the mesh are)' if bound else ''}. Collectives "
-            "work inside a function that is mapped over a named axis: jax_shard_map(f, mesh=...) binds the axes of its "
-            f"mesh, jax_pmap(f, axis_name={unbound!r}), jax_vmap(f, axis_name={unbound!r}) and tpmap their axis_name."
+            f"{caller()}: axis {unbound!r} is not bound here{f' ({bound} of the mesh are)' if bound else ''}. "
+            "Collectives work inside a function that is mapped over a named axis: jax_shard_map(f, mesh=...) binds the "
+            f"axes of its mesh, jax_pmap(f, axis_name={unbound!r}), jax_vmap(f, axis_name={unbound!r}) and tpmap their "
+            "axis_name."
         )
     capture_mode = current_mode()
     if capture_mode is not None:
@@ -35,7 +37,6 @@ def sizes_of(name: str, axis: Any) -> dict[str, int]:
 
 
 def map_tensors(
-    name: str,
     x: T,
     of_tensor: Callable[[torch.Tensor], torch.Tensor],
     of_number: Callable[[complex], complex] | None = None,
@@ -48,7 +49,7 @@ def map_tensors(
             return of_tensor(leaf)
         if of_number is not None and isinstance(leaf, (int, float, complex)):
             return of_number(leaf)
-        raise TypeError(f"{name}: expected torch tensors, or a pytree of them, got {type(leaf).__name__}.")
+        raise TypeError(f"{caller()}: expected torch tensors, or a pytree of them, got {type(leaf).__name__}.")
 
     return jax.tree.map(of_leaf, x)
 
@@ -59,10 +60,12 @@ def check_dim(t: torch.Tensor, dim: int) -> int:
     return dim % t.ndim
 
 
-def check_split(name: str, t: torch.Tensor, dim: int, sizes: dict[str, int]) -> int:
+def check_split(t: torch.Tensor, dim: int, sizes: dict[str, int]) -> int:
     """The dim, counted from the first; refuses one that the axes do not divide."""
     if t.size(dim) % math.prod(sizes.values()):
-        raise ValueError(f"{name}: dim {dim} of local shape {tuple(t.shape)} is not a multiple of the axes {sizes}.")
+        raise ValueError(
+            f"{caller()}: dim {dim} of local shape {tuple(t.shape)} is not a multiple of the axes {sizes}."
+        )
     return check_dim(t, dim)
 
 
@@ -71,5 +74,7 @@ def check_pairs(pairs: Iterable[tuple[int, int]], count: int) -> list[tuple[int,
     checked = list(pairs)
     for ends in zip(*checked, strict=True):
         if len(set(ends)) < len(ends) or not all(0 <= index < count for index in ends):
-            raise ValueError(f"ppermute: sources and destinations must be unique, of 0 to {count - 1}, got {checked}.")
+            raise ValueError(
+                f"{caller()}: sources and destinations must be unique, of 0 to {count - 1}, got {checked}."
+            )
     return checked

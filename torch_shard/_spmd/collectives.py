@@ -14,6 +14,7 @@ from jax import lax
 
 from torch_shard._capture import current_values
 from torch_shard._common.axes import tracked_axes, vary
+from torch_shard._common.caller import caller, public
 from torch_shard._common.random import fold_axes, wrap_seed
 from torch_shard._interop import call_jax
 from torch_shard._spmd.check_collectives import check_dim, check_pairs, check_split, map_tensors, sizes_of
@@ -25,6 +26,7 @@ Axis = str | tuple[str, ...]
 Variation = Literal["varying", "invarying"]
 
 
+@public
 def psum(x: T, axis: Axis) -> T:
     """Sum over the devices of an axis.
 
@@ -42,11 +44,12 @@ def psum(x: T, axis: Axis) -> T:
         >>> ts.jax_vmap(lambda x: x / psum(x, "i"), axis_name="i")(torch.tensor([1.0, 3.0])).tolist()
         [0.25, 0.75]
     """
-    sizes = sizes_of("psum", axis)
+    sizes = sizes_of(axis)
     count = math.prod(sizes.values())
-    return map_tensors("psum", x, lambda t: _call(_psum, t, tuple(sizes)), of_number=lambda n: n * count)
+    return map_tensors(x, lambda t: _call(_psum, t, tuple(sizes)), of_number=lambda n: n * count)
 
 
+@public
 def pmean(x: T, axis: Axis) -> T:
     """Mean over the devices of an axis.
 
@@ -67,17 +70,18 @@ def pmean(x: T, axis: Axis) -> T:
         >>> ts.jax_vmap(lambda x: x - pmean(x, "i"), axis_name="i")(torch.tensor([1.0, 3.0])).tolist()
         [-1.0, 1.0]
     """
-    sizes = sizes_of("pmean", axis)
+    sizes = sizes_of(axis)
     count = math.prod(sizes.values())
 
     def of_tensor(t: torch.Tensor) -> torch.Tensor:
         if not (t.is_floating_point() or t.is_complex()):
-            raise TypeError(f"pmean: a mean needs floating-point numbers, got {t.dtype}. Use x.float(), or psum.")
+            raise TypeError(f"{caller()}: a mean needs floating-point numbers, got {t.dtype}. Use x.float(), or psum.")
         return _call(_psum, t, tuple(sizes)) / count
 
-    return map_tensors("pmean", x, of_tensor, of_number=lambda n: n)
+    return map_tensors(x, of_tensor, of_number=lambda n: n)
 
 
+@public
 def pmax(x: T, axis: Axis) -> T:
     """Largest over the devices of an axis, by element; the shape stays.
 
@@ -99,9 +103,10 @@ def pmax(x: T, axis: Axis) -> T:
         >>> ts.jax_vmap(lambda x: x / pmax(x, "i"), axis_name="i")(torch.tensor([1.0, 4.0])).tolist()
         [0.25, 1.0]
     """
-    return _extreme("pmax", x, axis, lax.pmax)
+    return _extreme(x, axis, lax.pmax)
 
 
+@public
 def pmin(x: T, axis: Axis) -> T:
     """Smallest over the devices of an axis, by element; the shape stays.
 
@@ -123,9 +128,10 @@ def pmin(x: T, axis: Axis) -> T:
         >>> ts.jax_vmap(lambda x: x - pmin(x, "i"), axis_name="i")(torch.tensor([1.0, 4.0])).tolist()
         [0.0, 3.0]
     """
-    return _extreme("pmin", x, axis, lax.pmin)
+    return _extreme(x, axis, lax.pmin)
 
 
+@public
 def all_gather(x: T, axis: Axis, *, dim: int = 0, tiled: bool = True, to: Variation = "varying") -> T:
     """Concatenate the tensors of all devices of an axis along a dim, in the order of their indices.
 
@@ -152,15 +158,16 @@ def all_gather(x: T, axis: Axis, *, dim: int = 0, tiled: bool = True, to: Variat
         >>> ts.jax_vmap(lambda row: all_gather(row, "i"), axis_name="i")(rows).tolist()
         [[1, 2], [1, 2]]
     """
-    axes = tuple(sizes_of("all_gather", axis))
+    axes = tuple(sizes_of(axis))
 
     def of_tensor(t: torch.Tensor) -> torch.Tensor:
         t = t if tiled else t.unsqueeze(dim)
         return _call(_all_gather, t, axes, dim, to)
 
-    return map_tensors("all_gather", x, of_tensor)
+    return map_tensors(x, of_tensor)
 
 
+@public
 def psum_scatter(x: T, axis: Axis, *, dim: int = 0) -> T:
     """Sum over the devices of an axis, of which each keeps its part along a dim.
 
@@ -183,14 +190,15 @@ def psum_scatter(x: T, axis: Axis, *, dim: int = 0) -> T:
         >>> ts.jax_vmap(lambda row: psum_scatter(row, "i"), axis_name="i")(rows).tolist()
         [[11], [22]]
     """
-    sizes = sizes_of("psum_scatter", axis)
+    sizes = sizes_of(axis)
 
     def of_tensor(t: torch.Tensor) -> torch.Tensor:
-        return _call(_psum_scatter, t, tuple(sizes), check_split("psum_scatter", t, dim, sizes))
+        return _call(_psum_scatter, t, tuple(sizes), check_split(t, dim, sizes))
 
-    return map_tensors("psum_scatter", x, of_tensor)
+    return map_tensors(x, of_tensor)
 
 
+@public
 def all_to_all(x: T, axis: Axis, *, split_dim: int, concat_dim: int) -> T:
     """Split along one dim, send the n-th part to the n-th device of an axis, and concatenate what arrives.
 
@@ -214,15 +222,16 @@ def all_to_all(x: T, axis: Axis, *, split_dim: int, concat_dim: int) -> T:
         >>> ts.jax_vmap(lambda row: all_to_all(row, "i", split_dim=0, concat_dim=0), axis_name="i")(rows).tolist()
         [[1, 3], [2, 4]]
     """
-    sizes = sizes_of("all_to_all", axis)
+    sizes = sizes_of(axis)
 
     def of_tensor(t: torch.Tensor) -> torch.Tensor:
-        split = check_split("all_to_all", t, split_dim, sizes)
+        split = check_split(t, split_dim, sizes)
         return _call(_all_to_all, t, tuple(sizes), split, check_dim(t, concat_dim))
 
-    return map_tensors("all_to_all", x, of_tensor)
+    return map_tensors(x, of_tensor)
 
 
+@public
 def ppermute(x: T, axis: Axis, pairs: Sequence[tuple[int, int]]) -> T:
     """Send tensors from device to device along an axis.
 
@@ -245,11 +254,12 @@ def ppermute(x: T, axis: Axis, pairs: Sequence[tuple[int, int]]) -> T:
         >>> ts.jax_vmap(lambda x: ppermute(x, "i", ring), axis_name="i")(torch.tensor([1, 2, 3])).tolist()
         [3, 1, 2]
     """
-    sizes = sizes_of("ppermute", axis)
+    sizes = sizes_of(axis)
     checked = check_pairs(pairs, math.prod(sizes.values()))
-    return map_tensors("ppermute", x, lambda t: _call(_ppermute, t, tuple(sizes), checked))
+    return map_tensors(x, lambda t: _call(_ppermute, t, tuple(sizes), checked))
 
 
+@public
 def axis_index(axis: Axis) -> torch.Tensor:
     """Index of the device along an axis.
 
@@ -265,10 +275,11 @@ def axis_index(axis: Axis) -> torch.Tensor:
         >>> ts.jax_vmap(lambda x: x + axis_index("i"), axis_name="i")(torch.tensor([10, 20])).tolist()
         [10, 21]
     """
-    axes = tuple(sizes_of("axis_index", axis))
+    axes = tuple(sizes_of(axis))
     return call_jax(lambda: lax.axis_index(axes)).long()
 
 
+@public
 def axis_size(axis: Axis) -> int:
     """Number of devices along an axis.
 
@@ -284,7 +295,7 @@ def axis_size(axis: Axis) -> int:
         >>> ts.jax_vmap(lambda x: x / axis_size("i"), axis_name="i")(torch.tensor([1.0, 3.0])).tolist()
         [0.5, 1.5]
     """
-    return math.prod(sizes_of("axis_size", axis).values())
+    return math.prod(sizes_of(axis).values())
 
 
 @overload
@@ -295,6 +306,7 @@ def fold_in_axis(key: torch.Tensor, axis: Axis) -> torch.Tensor: ...
 def fold_in_axis(key: Axis) -> contextlib.AbstractContextManager[None]: ...
 
 
+@public
 def fold_in_axis(
     key: torch.Tensor | Axis, axis: Axis | None = None
 ) -> torch.Tensor | contextlib.AbstractContextManager[None]:
@@ -324,12 +336,12 @@ def fold_in_axis(
         False
     """
     if axis is None:
-        along = tuple(sizes_of("fold_in_axis", key))
+        along = tuple(sizes_of(key))
         return current_values().drawing_along(along)
-    axes = tuple(sizes_of("fold_in_axis", axis))
+    axes = tuple(sizes_of(axis))
     if not isinstance(key, torch.Tensor) or key.dtype != torch.uint32:
         raise TypeError(
-            "fold_in_axis: a key is the two words of a JAX key, (2,) uint32. Take them with "
+            f"{caller()}: a key is the two words of a JAX key, (2,) uint32. Take them with "
             "jax.random.key_data(jax.random.key(seed)), or pass an axis alone."
         )
     return call_jax(lambda words: jax.random.key_data(fold_axes(wrap_seed(words), axes)), key)
@@ -360,15 +372,15 @@ def _psum_scatter(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
 
 
 def _all_to_all(x: jax.Array, axes: tuple[str, ...], split: int, concat: int) -> jax.Array:
-    return lax.all_to_all(vary(x, _by_kind(axes)[0]), _one_kind("all_to_all", axes), split, concat, tiled=True)
+    return lax.all_to_all(vary(x, _by_kind(axes)[0]), _one_kind(axes), split, concat, tiled=True)
 
 
 def _ppermute(x: jax.Array, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    return lax.ppermute(vary(x, _by_kind(axes)[0]), _one_kind("ppermute", axes), pairs)
+    return lax.ppermute(vary(x, _by_kind(axes)[0]), _one_kind(axes), pairs)
 
 
-def _extreme(name: str, x: T, axis: Axis, reduce: Callable[..., jax.Array]) -> T:
-    axes = tuple(sizes_of(name, axis))
+def _extreme(x: T, axis: Axis, reduce: Callable[..., jax.Array]) -> T:
+    axes = tuple(sizes_of(axis))
 
     def plain(a: jax.Array) -> jax.Array:
         tracked, others = _by_kind(axes)
@@ -387,12 +399,12 @@ def _extreme(name: str, x: T, axis: Axis, reduce: Callable[..., jax.Array]) -> T
 
     def of_tensor(t: torch.Tensor) -> torch.Tensor:
         if t.is_complex():
-            raise TypeError(f"{name}: complex numbers have no order, got {t.dtype}.")
+            raise TypeError(f"{caller()}: complex numbers have no order, got {t.dtype}.")
         if t.dtype == torch.bool:
             return of_tensor(t.int()).bool()
         return _call(smooth if t.is_floating_point() else plain, t)
 
-    return map_tensors(name, x, of_tensor, of_number=lambda n: n)
+    return map_tensors(x, of_tensor, of_number=lambda n: n)
 
 
 def _by_kind(axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -407,10 +419,10 @@ def _by_kind(axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(a for a in axes if a in known), others
 
 
-def _one_kind(name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
+def _one_kind(axes: tuple[str, ...]) -> tuple[str, ...]:
     if all(_by_kind(axes)):
         raise NotImplementedError(
-            f"{name}: {' and '.join(map(repr, axes))} are bound by different transforms. Use one after the other."
+            f"{caller()}: {' and '.join(map(repr, axes))} are bound by different transforms. Use one after the other."
         )
     return axes
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from torch_shard._common.axes import manual_axes
+from torch_shard._common.axes import manual_axes, vjp_of_chosen
 from torch_shard._common.caller import error_prefix, public
 from torch_shard._common.convert import spread_prefix
 from torch_shard._common.random import Key, fold_axes
@@ -20,7 +22,57 @@ from torch_shard._common.types import Device, PyTree
 from torch_shard._common.validate import as_positions, check_kind
 from torch_shard._interop import CLOSURE, PerClosure, Pure, Reader, adapt, pure_of
 from torch_shard._sharding import as_devices, check_mesh, describe_mesh
-from torch_shard._spmd.vmap import vmap_of_arrays
+
+
+def vmap_of_arrays(
+    fn: Callable[..., PyTree],
+    in_axes: tuple[int | None, ...],
+    out_axes: PyTree,
+    *,
+    axis_size: int,
+    vmap: Callable[..., Any] = jax.vmap,
+) -> Callable[..., PyTree]:
+    """`jax.vmap` of a function of arrays that returns a pytree of arrays.
+
+    Args:
+        fn: What to map.
+        in_axes: The mapped dim of each argument, or None.
+        out_axes: As for `jax.vmap`.
+        axis_size: How many rows there are.
+        vmap: `jax.vmap`, or a partial of it, with an `axis_name` for example.
+    """
+    mapped = jax.custom_vjp(vmap(fn, in_axes, out_axes, axis_size=axis_size))
+
+    def forward(*arrays: jax.Array) -> tuple[PyTree, tuple[jax.Array, ...]]:
+        return mapped(*arrays), arrays
+
+    def backward(arrays: tuple[jax.Array, ...], cotangents: PyTree) -> tuple[jax.Array | None, ...]:
+        leaves, tree = jax.tree.flatten(cotangents)
+        axes = spread_prefix(out_axes, tree)
+        given = [leaf.dtype != jax.dtypes.float0 for leaf in leaves]
+        wanted = [a is not None and jnp.issubdtype(a.dtype, jnp.inexact) for a in arrays]
+        # A result that is not mapped is one for all rows: each has its share of the gradient.
+        shares = [c if axis is not None else c / axis_size for c, axis, g in zip(leaves, axes, given, strict=True) if g]
+        pull = functools.partial(_pull, fn, wanted, given)
+        run = vmap_of_arrays(pull, (*in_axes, *itertools.compress(axes, given)), 0, axis_size=axis_size, vmap=vmap)
+        grads = iter(run(*arrays, *shares))
+        return tuple(_unmap(next(grads), axis) if w else None for axis, w in zip(in_axes, wanted, strict=True))
+
+    mapped.defvjp(forward, backward)
+    return mapped
+
+
+def _pull(
+    fn: Callable[..., PyTree], wanted: list[bool], given: list[bool], *inputs: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The gradients of one row."""
+    arrays, cotangents = inputs[: len(wanted)], inputs[len(wanted) :]
+    return vjp_of_chosen(fn, arrays, wanted, given)[1](list(cotangents))
+
+
+def _unmap(rows: jax.Array, axis: int | None) -> jax.Array:
+    return rows.sum(0) if axis is None else jnp.moveaxis(rows, 0, axis)
+
 
 A = ParamSpec("A")
 R = TypeVar("R")
@@ -146,13 +198,9 @@ def jax_pmap(
         ):
             options[name] = as_positions(name, positions, names)
 
-        @functools.wraps(fn, updated=())
-        def local(*args: PyTree, **named: PyTree) -> PyTree:
-            *own, (values, key) = args
-            return run(values, key, *own, **named)
-
-        # One argument for values and key, the last, so that JAX counts the others as the user does.
-        mapped = jax.pmap(local, axis_name, in_axes=(*_axes_of(in_axes, num_args), (None, None)), **options)
+        mapped = jax.pmap(
+            _counted_as(fn, run), axis_name, in_axes=(*_axes_of(in_axes, num_args), (None, None)), **options
+        )
         return lambda values, key, /, *args, **named: mapped(*args, (values, key), **named)
 
     return adapt(fn, PerClosure(_folding(pure_of(fn), fold_in_axes), compile_for))
@@ -207,18 +255,13 @@ def jax_shard_map(
     def compile_for(run: Pure, num_args: int) -> Pure:
         specs = tuple(in_specs) if isinstance(in_specs, (tuple, list)) else (in_specs,) * num_args
 
-        @functools.wraps(fn, updated=())
-        def local(*args: PyTree) -> PyTree:
-            *own, (values, key) = args
-            return run(values, key, *own)
-
         def whole(values: list[jax.Array], key: Key, *args: PyTree) -> PyTree:
             outer = manual_axes()  # in a function that is mapped over other axes of the mesh
             axes = set(_names(axis_names) or mesh.axis_names) - set(outer)
             if outer:
                 _check_nesting(mesh, axes)
             mapped = jax.shard_map(
-                local,
+                _counted_as(fn, run),
                 mesh=None if outer else mesh,
                 in_specs=(*specs, P()),
                 out_specs=out_specs,
@@ -239,6 +282,17 @@ def jax_shard_map(
         return compiled(key, *args)
 
     return adapt(fn, mapped)
+
+
+def _counted_as(fn: Callable[..., object], run: Pure) -> Callable[..., PyTree]:
+    """With one argument for values and key, the last, so that JAX counts the others as the user does."""
+
+    @functools.wraps(fn, updated=())
+    def local(*args: PyTree, **named: PyTree) -> PyTree:
+        *own, (values, key) = args
+        return run(values, key, *own, **named)
+
+    return local
 
 
 def _check_nesting(mesh: Mesh, axes: set[str]) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 
 import jax
 
-from torch_shard._common.caller import error_prefix
-from torch_shard._common.near_misses import near_misses
+from torch_shard._common.caller import error_prefix, near_misses
 from torch_shard._common.types import PyTree
 from torch_shard._hosts import follow
 from torch_shard._loss import update_objects

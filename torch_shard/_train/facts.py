@@ -20,8 +20,7 @@ from jax.sharding import Mesh
 from torch_shard._capture import Spec
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import host_array
-from torch_shard._common.last_used import LastUsed
-from torch_shard._common.types import PyTree
+from torch_shard._common.types import LastUsed, PyTree
 from torch_shard._device import JaxTensor
 from torch_shard._hosts import ProcessMismatchError, compare, digest, exchange, is_shared
 from torch_shard._loss import BatchSignature

@@ -13,8 +13,7 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 from torch_shard._capture import MixedPrecision
-from torch_shard._common.caller import public
-from torch_shard._common.near_misses import near_misses
+from torch_shard._common.caller import near_misses, public
 from torch_shard._scan import Remat, ScanLayers
 from torch_shard._sharding import LossFn, ShardingPlan
 from torch_shard._train.apply_step import ApplyFn, ApplyStep

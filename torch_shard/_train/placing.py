@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec
 from torch_shard._capture import Spec
 from torch_shard._common.caller import caller
 from torch_shard._common.dtypes import has_x64
-from torch_shard._common.last_used import LastUsed
-from torch_shard._common.types import PyTree
+from torch_shard._common.types import LastUsed, PyTree
 from torch_shard._common.validate import named
 from torch_shard._device import BatchLayout, GatheredLayout, LayoutByPath, LocalLayout
 from torch_shard._loss import BatchSignature, Microbatches, array_paths, flatten_batch

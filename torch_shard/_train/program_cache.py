@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 import jax
 
 from torch_shard._capture import Mismatch
-from torch_shard._common.last_used import KEPT, LastUsed
+from torch_shard._common.types import KEPT, LastUsed
 from torch_shard._loss import BatchSignature, HostValues, LossProgram, TakenApart, program_for
 from torch_shard._train.programs import StepProgram
 

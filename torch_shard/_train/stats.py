@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from torch_shard._common.caller import error_prefix
-from torch_shard._common.printed import aligned
-from torch_shard._common.svg import MARGIN, Picture, save_svg, width_of
+from torch_shard._common.printed import MARGIN, Picture, aligned, save_svg, width_of
 from torch_shard._state import TrainState
 from torch_shard._train.gradient_step import GradientStep
 from torch_shard._train.placing import ShardedBatch

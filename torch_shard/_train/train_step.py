@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_shard._common.caller import error_prefix
-from torch_shard._common.near_misses import near_misses
+from torch_shard._common.caller import error_prefix, near_misses
 from torch_shard._common.types import PyTree
 from torch_shard._state import TrainState, as_arrays, check_names, check_skip_grad_norm, check_state
 from torch_shard._train.comparison import Comparison

@@ -17,8 +17,7 @@ import optax
 import torch
 from torch import nn
 
-from torch_shard._common.caller import error_prefix
-from torch_shard._common.near_misses import near_misses
+from torch_shard._common.caller import error_prefix, near_misses
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, check_seed
 from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name

@@ -48,7 +48,7 @@ def work(names: list[str], out: pathlib.Path) -> None:
     torch.set_num_threads(1)  # as many threads as cores wait for each other where others work too
     jax.config.update("jax_num_cpu_devices", 8)
     warnings.simplefilter("ignore")
-    from torch_shard._inspect.layouts import USUAL
+    from torch_shard._inspect.prove import USUAL
     from validation.proofs.rows import TABLE
 
     for name in names:
@@ -100,7 +100,7 @@ and not a layout, is what its cells show.
 def page(found: Mapping[str, Any]) -> str:
     """The section of the documentation; all rows go into a file beside it."""
     from docs.pages import beside, table
-    from torch_shard._inspect.layouts import USUAL
+    from torch_shard._inspect.prove import USUAL
     from validation.proofs.rows import TABLE
 
     known = {name: found[name]["cells"] for name in TABLE if found.get(name, {}).get("cells")}
@@ -138,7 +138,7 @@ def main() -> None:
     if options.work is not None:
         work(options.names, options.work)
         os._exit(0)  # some packages leave threads behind
-    from torch_shard._inspect.layouts import USUAL
+    from torch_shard._inspect.prove import USUAL
     from validation.proofs.rows import TABLE
 
     names = [n for n in TABLE if not options.names or any(part in n for part in options.names)]
