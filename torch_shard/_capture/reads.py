@@ -1,8 +1,8 @@
 """What the user's own functions read from outside while a capture runs: the roots of a guard.
 
 Each function of the user's own that runs is seen (`CallWatcher`). Its code says which globals, closures and attributes
-it reads; its arguments, and what functions return to it, are the objects that it reads them from. Code that knows tensors
-of a model by identity is refused: within a capture, others are in their places.
+it reads; its arguments, and what functions return to it, are the objects that it reads them from. Code that knows
+tensors of a model by identity is refused: within a capture, others are in their places.
 """
 
 import builtins
