@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
+import numpy as np
 import optax
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from torch_shard._common.validate import check_kind, check_seed
 from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name
 from torch_shard._hosts import follow
 from torch_shard._loss import LossOutputs, update_objects
+from torch_shard._optim import check_moments, narrowed, widened
 from torch_shard._scan import Siblings
 from torch_shard._sharding import LossFn, Stacks, constrain_stacks, to_meta, with_values
 from torch_shard._state import (
@@ -83,6 +85,8 @@ class Training(Step):
             trained=self._trained,
         )
         self.shardings = self._layout.shardings
+        if self.options.moment_dtype is not None:
+            check_moments(self._layout.structs.opt_state)
 
     @property
     @error_prefix(None)
@@ -263,7 +267,7 @@ class Training(Step):
         self, state: TrainState, out: LossOutputs, closure: list[jax.Array], without_grad: Sequence[str]
     ) -> tuple[TrainState, Stacks, dict[str, jax.Array]]:
         """The state after a step, with the gradients and their norms."""
-        layout = self._layout
+        layout, is_narrow = self._layout, self.options.moment_dtype is not None
         params = Stacks.from_dict(state.params, layout.params).updated(out.written)
         parts = (Stacks.from_dict(part, layout.trained) for part in (out.grads, params))
         grads, held = (constrain_stacks(part, layout.updated.arrays, self.layout.data_axes) for part in parts)
@@ -271,13 +275,16 @@ class Training(Step):
             norm = global_norm(grads)
             updated, opt_state = self._update.in_program(
                 self.options.clip(grads, norm),
-                state.opt_state,
+                widened(state.opt_state) if is_narrow else state.opt_state,
                 held,
                 out.loss,
                 inputs=closure,
                 without_grad=without_grad,
                 layout=layout.trained,
             )
+            if is_narrow:  # by a key that no step has, as their numbers are below 2**31
+                key = jax.random.fold_in(jax.random.fold_in(state.key, np.uint32(2**32 - 1)), state.step)
+                opt_state = narrowed(opt_state, layout.structs.opt_state, key)
         new = dataclasses.replace(
             state,
             step=state.step + 1,
