@@ -118,9 +118,9 @@ def narrowed(opt_state: PyTree, like: PyTree, key: jax.Array) -> PyTree:
 
 def _bits(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
     """16 bits for each element, from its index by SplitMix: XLA computes them in place, unlike those of threefry."""
-    strides = np.cumprod([1, *shape[:0:-1]], dtype=np.uint32)[::-1]
-    at = (jax.lax.broadcasted_iota(jnp.uint32, shape, dim) * strides[dim] for dim in range(len(shape)))
-    x = sum(at, jnp.zeros(shape, jnp.uint32)) * (seed[0] | 1) + seed[1]
+    factors = (seed[0] | 1) * np.cumprod([1, *shape[:0:-1]], dtype=np.uint32)[::-1]
+    at = (jax.lax.broadcasted_iota(jnp.uint32, shape, dim) * factors[dim] for dim in range(len(shape)))
+    x = sum(at, jnp.broadcast_to(seed[1], shape))
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = (x ^ x >> shift) * np.uint32(factor)
     return x >> 16
