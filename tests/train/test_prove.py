@@ -115,7 +115,7 @@ def test_what_float32_cannot_do_twice_alike_is_told_apart() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, eps=1e-12), nn.Tanh(), nn.Linear(8, 4))
     x = torch.randn(1, 8).expand(BATCH, 8) + 1e-5 * torch.randn(BATCH, 8)
-    step = step_of(model, squared_error)
+    step = step_of(model, squared_error, optax.sgd(0.1, momentum=0.9), moment_dtype=torch.bfloat16)
     found = step.prove(step.init(), (x, torch.randn(BATCH, 4)))
     assert any(max(row.mesh, row.one_device or 0) > found.tolerance for row in found.rows)
     found.raise_if_different()

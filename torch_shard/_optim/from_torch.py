@@ -287,14 +287,19 @@ class TorchOptimizer:
         kept = {name: np.asarray(values) for name, values in state.kept.items()}
         taken, places = np.asarray(state.taken), {name: at for at, name in enumerate(self._group_of)}
         found: dict[int, dict[str, torch.Tensor]] = {}
-        for group, members in zip(groups, self._members, strict=True):
-            for place, name in zip(group["params"], members, strict=True):
+        own_groups = self.optimizer.param_groups
+        for own_group, group, members in zip(own_groups, groups, self._members, strict=True):
+            for param, place, name in zip(own_group["params"], group["params"], members, strict=True):
                 at = places.get(name)
                 if at is None or not (taken[at] or self.rule.from_start):
                     continue
                 own = {"step": torch.tensor(float(taken[at]))} if self.rule.counts else {}
                 own |= {key: torch.tensor(float(values[at])) for key, values in kept.items()}
-                own |= {s: to_host(values[name]) for s, values in state.slots.items() if name in values and s != SLOT}
+                own |= {
+                    s: to_host(values[name]).to(param.dtype)
+                    for s, values in state.slots.items()
+                    if name in values and s != SLOT
+                }
                 found |= {place: own} if own else {}
         return {"state": found, "param_groups": groups}
 

@@ -261,7 +261,7 @@ def _asgd(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
 
 ASGD = Rule(
     numbers=("lr", "lambd", "alpha", "t0", "weight_decay"),
-    slots=zeros_named("ax"),
+    slots=lambda tensor, flags: {"ax": jnp.copy(tensor)},  # an average of parameters
     coefficients=_asgd_coefficients,
     update=_asgd,
     kept={"eta": 0.0, "mu": 1.0},

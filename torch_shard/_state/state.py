@@ -20,7 +20,7 @@ from torch_shard._common.caller import caller
 from torch_shard._common.convert import host_array, struct_of
 from torch_shard._common.types import PyTree
 from torch_shard._device import put, put_rows
-from torch_shard._optim import in_optimizer, is_average, run_by_name
+from torch_shard._optim import in_optimizer, is_average, is_narrow, narrow_like, parameter_of, run_by_name
 from torch_shard._scan import Siblings, stack_layout
 from torch_shard._sharding import (
     Holdings,
@@ -185,12 +185,9 @@ class StateLayout:
         params = {name: self._tensors[name] for name in self.trained.names}
 
         def placed(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            names = [
-                str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey) and entry.key in params
-            ]
-            fits = names and params[names[-1]].shape == leaf.shape
-            sharding = self._moments.entries[names[-1]].sharding if fits else replicated
-            if self._offloads and fits and len(leaf.shape) > 1 and names[-1] not in self.trained.forms:
+            name = parameter_of(path, leaf, params)
+            sharding = replicated if name is None else self._moments.entries[name].sharding
+            if self._offloads and name is not None and len(leaf.shape) > 1 and name not in self.trained.forms:
                 sharding = sharding if is_average(path) else pinned(sharding)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
@@ -290,16 +287,17 @@ class StateLayout:
     def _store_opt_state(self, opt_state: PyTree) -> PyTree:
         stored = stack_dicts(as_dicts(opt_state), self.trained, jnp.stack)
         self.check_opt_state(stored)
-        return jax.device_put(stored, self.shardings.opt_state)
+        return jax.device_put(narrow_like(stored, self._opt_state), self.shardings.opt_state)
 
     def check_opt_state(self, opt_state: PyTree) -> None:
         """Refuse what the optimiser did not make for these parameters by name."""
         found, wanted = (cast(object, jax.tree.structure(tree)) for tree in (opt_state, self._opt_state))
         pairs = zip(jax.tree.leaves(opt_state), jax.tree.leaves(self._opt_state), strict=False)
-        if found != wanted or any(jnp.shape(leaf) != struct.shape for leaf, struct in pairs):
+        if found != wanted or any(jnp.shape(a) != s.shape or (is_narrow(a) and not is_narrow(s)) for a, s in pairs):
             raise ValueError(
                 f"{caller()}: opt_state does not fit the optimiser and the parameters. Make it from the parameters "
-                "by name, optimizer.init(dict(state.params)), or take that of step.init()."
+                "by name, optimizer.init(dict(state.params)), or take that of step.init(); one with moments in "
+                "bfloat16 is for a step with moment_dtype."
             )
 
 

@@ -44,6 +44,7 @@ def make_train_step(
     clip_grad_norm: float | None = None,
     clip_grad_value: float | None = None,
     ema: float | None = None,
+    moment_dtype: torch.dtype | None = None,
     watch: str | Sequence[str] | None = None,
     split_activations: bool = True,
     look_again: bool = True,
@@ -96,6 +97,10 @@ def make_train_step(
         clip_grad_value: Clamp each entry of the gradients to at most this, as `clip_grad_value_` does.
         ema: Keep an exponential moving average of the parameters, from their first values on: after each step
             `ema * average + (1 - ema) * parameter`. `step.averaged(state)` and `step.export(state, ema=True)` have it.
+        moment_dtype: `torch.bfloat16` keeps moments in half the memory: `exp_avg`, `exp_avg_sq`, `mu`, `nu` and all
+            else that the optimizer keeps of a parameter in its shape, but for copies of it. Updates are computed in
+            float32; what is stored is rounded up or down at random, by keys of the state that no loss draws from.
+            Counts, the rows and columns of Adafactor, and float64 stay.
         watch: Names or globs of modules (`"layers.*"`), whose norms are metrics, which `fit` logs: `grad_norm/MODULE`,
             before clipping, and `update_norm/MODULE`.
         split_activations: Keep activations split over the axes of the batch where parameters are, too (FSDP). It
@@ -140,6 +145,7 @@ def make_train_step(
         clip_grad_norm=clip_grad_norm,
         clip_grad_value=clip_grad_value,
         ema=ema,
+        moment_dtype=moment_dtype,
         watch=watch,
         split_activations=split_activations,
         look_again=look_again,

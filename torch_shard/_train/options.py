@@ -64,6 +64,7 @@ class StepOptions:
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
     ema: float | None = None
+    moment_dtype: torch.dtype | None = None
     watch: str | Sequence[str] | None = None
     split_activations: bool = True
     look_again: bool = True
@@ -75,7 +76,7 @@ class StepOptions:
         check_kind("optimizer_plan", self.optimizer_plan, ShardingPlan | None)
         check_kind("batch_spec", self.batch_spec, PartitionSpec | Mapping | None)
         check_kind("local_batches", self.local_batches, bool)
-        self._check_compute_dtype()
+        self._check_dtypes()
         self._check_layers()
         self._check_offload()
         if self.mixed_precision not in (None, *get_args(MixedPrecision)):
@@ -96,11 +97,17 @@ class StepOptions:
                 "accumulate_steps and local_batches, or pad the leaves so that each divides."
             )
 
-    def _check_compute_dtype(self) -> None:
+    def _check_dtypes(self) -> None:
         if self.compute_dtype not in (None, torch.bfloat16):
             raise ValueError(
                 f"{caller()}: compute_dtype must be torch.bfloat16 or None, got {self.compute_dtype}. (float16 would "
                 "need a scaled loss; for another precision throughout, convert the model itself: model.double().)"
+            )
+
+        if self.moment_dtype not in (None, torch.bfloat16):
+            raise ValueError(
+                f"{caller()}: moment_dtype must be torch.bfloat16 or None, got {self.moment_dtype}. (It has the range "
+                "of float32; squares of gradients are lost in others.)"
             )
 
     def _check_layers(self) -> None:
@@ -121,6 +128,11 @@ class StepOptions:
             raise ValueError(
                 f'{caller()}: offload must be "optimizer", "activations" or both, ("optimizer", "activations"), got '
                 f"{unknown[0]!r}."
+            )
+        if "optimizer" in found and self.moment_dtype is not None:
+            raise NotImplementedError(
+                f'{caller()}: offload="optimizer" is not there for moments in 16 bits. Use one of the two: '
+                "moment_dtype=None, or offload=None."
             )
         if "activations" in found and self.plan.pipeline is not None:
             raise NotImplementedError(
@@ -217,5 +229,6 @@ class StepOptions:
             clip_grad_norm=None,
             clip_grad_value=None,
             ema=None,
+            moment_dtype=None,
             watch=None,
         )

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import jax
+import numpy as np
 import optax
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from torch_shard._common.validate import check_kind, check_seed
 from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name
 from torch_shard._hosts import follow
 from torch_shard._loss import LossOutputs, update_objects
+from torch_shard._optim import check_moments, narrowed, widened
 from torch_shard._scan import Siblings
 from torch_shard._sharding import HostTransfers, LossFn, Stacks, constrain_stacks, to_meta, with_values
 from torch_shard._state import (
@@ -84,6 +86,8 @@ class Training(Step):
             offloads="optimizer" in self.options.offloaded,
         )
         self.shardings = self._layout.shardings
+        if self.options.moment_dtype is not None:
+            check_moments(self._layout.structs.opt_state)
 
     @property
     @error_prefix(None)
@@ -265,24 +269,20 @@ class Training(Step):
         params = Stacks.from_dict(state.params, layout.params).updated(out.written)
         parts = (Stacks.from_dict(part, layout.trained) for part in (out.grads, params))
         grads, held = (constrain_stacks(part, layout.updated.arrays, self.layout.data_axes) for part in parts)
+        buffers, limit, check = Stacks.from_dict(out.buffers, layout.buffers), task.skip_grad_norm, None
         with jax.named_scope("optimizer"):
-            norm, check = global_norm(grads), None
-            buffers = Stacks.from_dict(out.buffers, layout.buffers)
-            if (limit := task.skip_grad_norm) is not None:
-                held_buffers = Stacks.from_dict(state.buffers, layout.buffers), buffers
-                check = check_step(out.loss, grads, norm, skip_grad_norm=limit, buffers=held_buffers)
-            transfers = None
-            if "optimizer" in self.options.offloaded:
-                transfers = HostTransfers(norm, (held, state.opt_state), None if check is None else check.skipped)
-            updated, opt_state = self._update.in_program(
+            norm = global_norm(grads)
+            if limit is not None:
+                both = Stacks.from_dict(state.buffers, layout.buffers), buffers
+                check = check_step(out.loss, grads, norm, skip_grad_norm=limit, buffers=both)
+            updated, opt_state = self._optimized(
+                state,
                 self.options.clip(grads, norm),
-                state.opt_state,
                 held,
-                out.loss,
                 inputs=closure,
+                loss=out.loss,
                 without_grad=task.loss.without_grad,
-                layout=layout.trained,
-                transfers=transfers,
+                transfers=self._transfers(norm, (held, state.opt_state), check),
             )
         new = dataclasses.replace(
             state,
@@ -295,6 +295,22 @@ class Training(Step):
         )
         watched = norms_of(self._watched, grads, lambda name: updated[name] - held[name])
         return new, check, {"grad_norm": norm, **watched}
+
+    def _transfers(self, norm: jax.Array, replaced: PyTree, check: StepCheck | None) -> HostTransfers | None:
+        """Those of moments that lie in the host's memory; they wait for the gradients."""
+        if "optimizer" not in self.options.offloaded:
+            return None
+        return HostTransfers(norm, replaced, None if check is None else check.skipped)
+
+    def _optimized(self, state: TrainState, grads: Stacks, params: Stacks, **how: Any) -> tuple[Stacks, PyTree]:
+        """Parameters and the optimizer's state after one update, which computes in float32."""
+        layout, is_narrow = self._layout, self.options.moment_dtype is not None
+        before = widened(state.opt_state) if is_narrow else state.opt_state
+        updated, after = self._update.in_program(grads, before, params, layout=layout.trained, **how)
+        if is_narrow:  # by a key that no step has, as their numbers are below 2**31
+            key = jax.random.fold_in(jax.random.fold_in(state.key, np.uint32(2**32 - 1)), state.step)
+            after = narrowed(after, layout.structs.opt_state, key)
+        return updated, after
 
     def update_by_name(
         self, state: TrainState, grads: Mapping[str, jax.Array], params: Mapping[str, jax.Array], loss: jax.Array

@@ -20,7 +20,9 @@ from torch_shard._optim import (
     check_optimizer,
     clip_in_torch,
     in_optimizer,
+    init_narrow,
     run_by_name,
+    widened,
     with_average,
 )
 from torch_shard._sharding import Holdings, HostTransfers, Layout, Stacks, as_dicts, to_device
@@ -52,7 +54,8 @@ class Update:
 
     def init(self, params: Any) -> PyTree:
         """The state at step 0, of parameters by name."""
-        return self.optimizer.init(params) if self._torch is None else self._torch.init(params)
+        init = self.optimizer.init if self._torch is None else self._torch.init
+        return init(params) if self._options.moment_dtype is None else init_narrow(init, params)
 
     def present(self, values: Mapping[str, torch.Tensor]) -> PyTree | None:
         """The state that an optimizer of torch has in torch; None if it has not stepped, or is of optax."""
@@ -98,8 +101,8 @@ class Update:
         grads: Stacks,
         opt_state: PyTree,
         params: Stacks,
-        loss: jax.Array,
         *,
+        loss: jax.Array,
         inputs: Sequence[jax.Array],
         without_grad: Sequence[str],
         layout: Layout,
@@ -144,6 +147,7 @@ class Update:
     ) -> dict[str, jax.Array]:
         """The parameters after one update, as torch's own optimizer or optax makes them, an entry at a time."""
         options, opt_state = self._options, to_device(opt_state)
+        opt_state = widened(opt_state) if options.moment_dtype is not None else opt_state
         if self._torch is not None:
             clip = functools.partial(clip_in_torch, max_norm=options.clip_grad_norm, max_value=options.clip_grad_value)
             return self._torch.steps_in_torch(params, grads, opt_state, clip)
