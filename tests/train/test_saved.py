@@ -4,6 +4,8 @@ import json
 import os
 import pickle
 import re
+import tempfile
+import uuid
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -67,7 +69,7 @@ def test_another_process_starts_without_xla_and_computes_the_same_bits(tmp_path:
     shapes = tuple(torch.empty_like(leaf, device="meta") for leaf in names["batch"])
     names["step"].save_compiled(file, shapes, skip_grad_norm=float("inf"))
     assert [path.name for path in file.parent.iterdir()] == ["step.zip"]
-    end = run_alone(RUN, file, cache)
+    end = run_alone(RUN, file, cache, timeout_s=300)
     assert end.status == 0, end.output
     losses, events = json.loads(end.output.splitlines()[-1])
     assert losses == names["losses"]()
@@ -249,12 +251,12 @@ def test_a_damaged_file_is_refused(saved: Path, tmp_path: Path) -> None:
 
 
 def test_an_entry_stays_in_its_directory(saved: Path, tmp_path: Path) -> None:
-    name = f"../{tmp_path.name}-cache"
+    name = f"../{uuid.uuid4().hex}-cache"
     step = make(compiled=changed(saved, tmp_path / "up.zip", lambda parts: with_entry(parts, name=name)))
     state = step.init(seed=0)
     with pytest.raises(ValueError, match="differs in what JAX or XLA is set to"):
         step(state, BATCH)
-    assert not list(Path(os.environ.get("TMPDIR", "/tmp")).glob(f"{tmp_path.name}-cache"))
+    assert not (Path(tempfile.gettempdir()) / Path(name).name).exists()
 
 
 def test_a_step_that_has_run_is_saved_too_and_goes_on(tmp_path: Path) -> None:
