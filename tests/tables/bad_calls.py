@@ -390,6 +390,10 @@ REFUSED: dict[str, dict[str, str]] = {
         'make(compile_cache="")': "ValueError: make_train_step: compile_cache is empty. Name a directory, or leave compile_cache",
         'make(compile_cache="a\\0b")': "ValueError: make_train_step: compile_cache='a\\x00b' must be a directory that can be written",
         "make(compile_cache=file)": "ValueError: make_train_step: compile_cache='",
+        "make(compiled=1)": "TypeError: make_train_step: compiled must be a path, got int.",
+        'make(compiled="")': "ValueError: make_train_step: compiled is empty. Name a file or a directory.",
+        'make(compiled="step.zip")': "ValueError: make_train_step: compiled='step.zip' must be a whole file of step.save_compiled, but",
+        'make(compiled=".")': "IsADirectoryError: make_train_step: compiled must be a file, but . is a directory.",
         "ts.make_train_step(model, sgd, mse, mesh=mesh, plan=plan)": "TypeError: make_train_step: loss_fn must be a Callable, got GradientTransformationExtraArgs.",
         "make(nn.Linear(4, 2).requires_grad_(False))": "ValueError: make_train_step: no parameter of Linear has requires_grad=True.",
         "make(nn.LazyLinear(2))": "TypeError: ShardingPlan: 2 values cannot be read. weight: a lazy parameter has no shape yet.",
@@ -471,6 +475,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "make_eval(local_batches=None)": "TypeError: make_eval_step: local_batches must be a bool, got NoneType.",
         'make_eval(batch_spec="batch")': "TypeError: make_eval_step: batch_spec must be a P or a Mapping or None, got str.",
         "make_eval(compile_cache=5)": "TypeError: make_eval_step: compile_cache must be a path or None, got int.",
+        "make_eval(compiled=5)": "TypeError: make_eval_step: compiled must be a path, got int.",
     },
     "make_apply": {
         "apply()": "TypeError: make_apply: call apply(state, batch) or apply(batch), found apply(). Several inputs",

@@ -216,9 +216,9 @@ def test_another_batch_shape_compiles_again_and_says_why(caplog: pytest.LogCaptu
         for _ in range(2):
             state, _ = step(state, (x[:4], y[:4]))
     first, again, second = (record.message for record in caplog.records)
-    assert re.fullmatch(r"make_train_step: compiled in \d+\.\d s, for a batch of \(8, 12\), \(8, 4\)", first)
+    assert re.fullmatch(r"make_train_step: ready in \d+\.\d s, for a batch of \(8, 12\), \(8, 4\)", first)
     assert re.search(r"make_train_step compiles again: .*shape=\(8, 12\).* is now .*shape=\(4, 12\)", again)
-    assert second.startswith("make_train_step: compiled in ")
+    assert second.startswith("make_train_step: ready in ")
 
 
 def test_a_model_on_the_jax_device_keeps_its_values() -> None:

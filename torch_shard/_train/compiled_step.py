@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -21,6 +21,7 @@ from torch_shard._common.caller import error_prefix
 from torch_shard._common.types import PyTree
 from torch_shard._common.wrappers import check_module
 from torch_shard._cost import TooLarge
+from torch_shard._hosts import is_shared
 from torch_shard._loss import (
     HostBuffers,
     HostValues,
@@ -48,12 +49,13 @@ from torch_shard._sharding import (
 )
 from torch_shard._state import TrainState, as_arrays, check_names, refuse_traced, with_key
 from torch_shard._train.compile_cache import CompileCache
-from torch_shard._train.facts import FirstRows, agree_on_program
+from torch_shard._train.facts import FirstRows, agree_on_program, facts_of_call, facts_of_step
 from torch_shard._train.model_tensors import ModelTensors
 from torch_shard._train.options import StepOptions
 from torch_shard._train.placing import Placer, ShardedBatch
 from torch_shard._train.program_cache import ProgramCache, ProgramKey
 from torch_shard._train.programs import StepProgram
+from torch_shard._train.saved import read_step
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +100,9 @@ class CompiledStep:
         self._resolve()
         self._microbatches = Microbatches(options.accumulate_steps, self.layout)
         self._cache = CompileCache(options.compile_cache, options.mesh)
+        self._saved = None if options.compiled is None else read_step(options.compiled)
+        if self._saved is not None:
+            self._saved.check(self._facts)
         self.replicated = NamedSharding(options.mesh, PartitionSpec())
         if (names := shared_memory(self._held.all)) is not None:
             raise NotImplementedError(
@@ -138,6 +143,11 @@ class CompiledStep:
             plan=plan,
             trained=self._trained,
         )
+
+    @property
+    def _facts(self) -> dict[str, object]:
+        """What its programs are made of, by name."""
+        return facts_of_step(self.caller, self.options, self.plan, self._held)
 
     def _hold(self, held: Holdings) -> None:
         """Be of these tensors of the model, with the values that they have now."""
@@ -329,10 +339,26 @@ class CompiledStep:
             self.replicated,
             self._cache,
             inputs=self._inputs,
-            agree=functools.partial(agree_on_program, key, self.plan, self._first_rows),
+            agree=self._agree,
+            key=key,
         )
         program.report += self._microbatches.report(loss, self.plan)
         return program
+
+    def _agree(
+        self,
+        key: ProgramKey,
+        state: TrainState,
+        *,
+        closure: Sequence[torch.Tensor],
+        lower: Callable[[], jax.stages.Lowered],
+    ) -> None:
+        """See that a program to be compiled is that of all processes, and take it from the file where there is one."""
+        if is_shared(self.mesh):
+            agree_on_program(key, self.plan, self._first_rows, state, closure=closure, lowered=lower())
+        if self._saved is not None:
+            self._saved.check(facts_of_call(key))
+            self._saved.take(lower(), self.mesh)
 
     def _within(
         self,

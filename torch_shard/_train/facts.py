@@ -5,6 +5,8 @@
 # pyright: reportUnknownLambdaType=false
 
 import concurrent.futures
+import dataclasses
+import os
 import platform
 import re
 from collections.abc import Mapping, Sequence
@@ -26,11 +28,18 @@ from torch_shard._hosts import ProcessMismatchError, compare, digest, exchange, 
 from torch_shard._loss import BatchSignature
 from torch_shard._sharding import Holdings, ResolvedPlan, describe_mesh, describe_spec
 from torch_shard._state import TrainState
+from torch_shard._train.options import StepOptions
 from torch_shard._train.placing import ShardedBatch
 from torch_shard._train.program_cache import ProgramKey
 
 SMALL = 1 << 20
 """Bytes up to which an array that each device has whole is compared at a compilation."""
+
+
+_UNNAMED = {"mesh", "plan", "optimizer_plan", "remat", "look_again", "compile_cache", "compiled"}
+"""Options that other facts or the program itself have, or that are no part of it."""
+
+_OF_NO_PROGRAM = ("--xla_dump", "--xla_force_host")
 
 
 def agree_on_values(held: Holdings, plan: ResolvedPlan, *, seed: int, opt_state: PyTree) -> None:
@@ -61,6 +70,23 @@ _ADVICE = {
     "the mesh": "Make the mesh alike in all processes.",
     "the optimiser's state": "Make the optimiser alike in all processes.",
 }
+
+
+def facts_of_step(made_by: str, options: StepOptions, plan: ResolvedPlan, held: Holdings) -> dict[str, object]:
+    """What a step is made of, of what decides what is compiled."""
+    devices = options.mesh.devices.flat
+    flags = (flag for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") for flag in os.environ.get(name, "").split())
+    named = (field.name for field in dataclasses.fields(options) if field.name not in _UNNAMED)
+    return {
+        "made by": made_by,
+        **_setting(plan),
+        "the devices": f"{len(devices)} of {devices[0].device_kind} ({devices[0].platform})",
+        "the compiler of the devices": " ".join(devices[0].client.platform_version.split()),
+        "XLA's flags": sorted(flag for flag in flags if not flag.startswith(_OF_NO_PROGRAM)),
+        **{f"{name}=": getattr(options, name) for name in named},
+        **_shapes(held.all),
+        **_specs(plan),
+    }
 
 
 def _setting(plan: ResolvedPlan) -> dict[str, object]:
@@ -100,6 +126,10 @@ def _values(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
         return dict(zip(pieces, pool.map(_digest_of, pieces.values()), strict=True))
 
 
+def _specs(plan: ResolvedPlan) -> dict[str, object]:
+    return {f"the spec of {name}": describe_spec(plan[name].spec) for name in plan.entries}
+
+
 def _describe(spec: Spec) -> str:
     return f"{spec.shape} {str(spec.dtype).removeprefix('torch.')}"
 
@@ -136,6 +166,18 @@ class FirstRows:
         return self._found.get(signature, {})
 
 
+def facts_of_call(key: ProgramKey) -> dict[str, object]:
+    """What a program is for, of what is known before it is captured."""
+    signature = key.signature
+    shapes = zip(signature.paths, signature.specs, strict=True)
+    return {
+        "the structure of the batch": digest(repr((str(signature.tree), len(signature.leaves))).encode()),
+        **{f"the shape of {path}": _describe(spec) for path, spec in shapes},
+        "skip_grad_norm": key.skip_grad_norm,
+        "train() or eval() of the modules": digest(repr(key.flags).encode()),
+    }
+
+
 def agree_on_program(
     key: ProgramKey,
     plan: ResolvedPlan,
@@ -146,17 +188,11 @@ def agree_on_program(
     lowered: jax.stages.Lowered,
 ) -> None:
     """Compare a program that is to be compiled, and what it is given first."""
-    signature = key.signature
     facts: dict[str, object] = {
-        "the structure of the batch": digest(repr((str(signature.tree), len(signature.leaves))).encode()),
-        **{
-            f"the shape of {path}": _describe(spec) for path, spec in zip(signature.paths, signature.specs, strict=True)
-        },
-        "skip_grad_norm": key.skip_grad_norm,
-        "train() or eval() of the modules": digest(repr(key.flags).encode()),
+        **facts_of_call(key),
         **_setting(plan),
-        **{f"the spec of {name}": describe_spec(plan[name].spec) for name in plan.entries},
-        **first_rows.of(signature),
+        **_specs(plan),
+        **first_rows.of(key.signature),
         **{f"tensor {n} that loss_fn closes over": _digest_of(tensor) for n, tensor in enumerate(closure)},
         **_small_parts(state),
     }
@@ -203,7 +239,7 @@ def _first_difference(text: list[str], lowered: jax.stages.Lowered) -> str:
     other = next(process for process, found in enumerate(sums) if found != sums[0])
     pairs = enumerate(zip(sums[0], sums[other], strict=False))
     number = next((n for n, (a, b) in pairs if a != b), min(len(sums[0]), len(sums[other])))
-    shown = exchange(lambda: _show(text, number, lowered), "the line that differs")
+    shown = exchange(lambda: show_line(text, number, lowered), "the line that differs")
     lines = "\n".join(f"  process {process}: {shown[process]}" for process in (0, other))
     return (
         f"{caller()}: the program differs between process 0 and {other}, so they would train different models. The "
@@ -211,7 +247,7 @@ def _first_difference(text: list[str], lowered: jax.stages.Lowered) -> str:
     )
 
 
-def _show(text: list[str], number: int, lowered: jax.stages.Lowered) -> str:
+def show_line(text: list[str], number: int, lowered: jax.stages.Lowered) -> str:
     """A line, and from where in the model it comes; of a constant, from where it is used."""
     if number >= len(text):
         return "(the program has ended)"

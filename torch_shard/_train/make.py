@@ -49,6 +49,7 @@ def make_train_step(
     split_activations: bool = True,
     look_again: bool = True,
     compile_cache: str | os.PathLike[str] | None = None,
+    compiled: str | os.PathLike[str] | None = None,
 ) -> TrainStep:
     """Make the function that trains `model` by one step, as one compiled program.
 
@@ -110,6 +111,9 @@ def make_train_step(
             compiled for it.
         compile_cache: A directory in which compiled programs are kept for the next process. Any number of processes
             may share it. Trust it as you trust code. Not used for several CPU devices.
+        compiled: A file of `step.save_compiled`, from which this step starts: XLA compiles nothing at its first call. A
+            file of another step is refused, with what differs, and so is a batch of other shapes. Trust it as you trust
+            code.
 
     Returns:
         A `TrainStep`: `state = step.init(seed=0)`, `state, metrics = step(state, batch)`.
@@ -150,6 +154,7 @@ def make_train_step(
         split_activations=split_activations,
         look_again=look_again,
         compile_cache=compile_cache,
+        compiled=compiled,
     )
     return TrainStep(model, loss_fn, optimizer, options)
 
@@ -168,6 +173,7 @@ def make_eval_step(
     mixed_precision: MixedPrecision | None = None,
     scan_layers: ScanLayers = "auto",
     compile_cache: str | os.PathLike[str] | None = None,
+    compiled: str | os.PathLike[str] | None = None,
 ) -> EvalStep:
     """Make the function that evaluates `loss_fn` in eval mode, without gradients, as one compiled program.
 
@@ -183,6 +189,7 @@ def make_eval_step(
         mixed_precision: As `make_train_step` takes it.
         compile_cache: A directory in which compiled programs are kept for the next process. Not used for several CPU
             devices.
+        compiled: A file of this step's `save_compiled`, as `make_train_step` takes it.
         scan_layers: Run repeated layers as one loop: `"auto"`, where it is proved to mean the same; True, or it is an
             error; False, never. States stored either way are accepted. (Nothing is kept for a backward pass, so
             there is no `remat`; and a batch comes as it is to be evaluated, so there is no `accumulate_steps`.)
@@ -214,6 +221,7 @@ def make_eval_step(
         mixed_precision=mixed_precision,
         scan_layers=scan_layers,
         compile_cache=compile_cache,
+        compiled=compiled,
     )
     return EvalStep(model, loss_fn, options)
 
@@ -232,6 +240,7 @@ def make_apply(
     mixed_precision: MixedPrecision | None = None,
     scan_layers: ScanLayers = "auto",
     compile_cache: str | os.PathLike[str] | None = None,
+    compiled: str | os.PathLike[str] | None = None,
 ) -> ApplyStep:
     """Make the forward pass of `model` in eval mode, without gradients, as one compiled program on a mesh.
 
@@ -250,6 +259,7 @@ def make_apply(
             error; False, never.
         compile_cache: A directory in which compiled programs are kept for the next process. Not used for several CPU
             devices.
+        compiled: A file of this step's `save_compiled`, as `make_train_step` takes it.
 
     Returns:
         An `ApplyStep`: `outputs = apply(state, batch)` with a `TrainState`, which is not donated, or `apply(batch)`
@@ -276,5 +286,6 @@ def make_apply(
         mixed_precision=mixed_precision,
         scan_layers=scan_layers,
         compile_cache=compile_cache,
+        compiled=compiled,
     )
     return ApplyStep(model, fn, options)

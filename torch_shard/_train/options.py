@@ -69,6 +69,7 @@ class StepOptions:
     split_activations: bool = True
     look_again: bool = True
     compile_cache: str | os.PathLike[str] | None = None
+    compiled: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         check_mesh(self.mesh)
@@ -121,6 +122,11 @@ class StepOptions:
         if self.remat not in REMAT and not (is_integer(self.remat) and int(self.remat) > 0):
             choices = ", ".join(map(repr, REMAT))
             raise ValueError(f"{caller()}: remat must be {choices} or a number of bytes, got {self.remat!r}.")
+        if self.compiled is not None and self.remat not in REMAT:
+            raise ValueError(
+                f"{caller()}: with compiled=, remat must be a word, as nothing is compiled to choose it by bytes. "
+                "step.report() of the step that was saved says which."
+            )
 
     def _check_offload(self) -> None:
         found, choices = self.offloaded, get_args(Offload)
@@ -231,4 +237,5 @@ class StepOptions:
             ema=None,
             moment_dtype=None,
             watch=None,
+            compiled=None,
         )

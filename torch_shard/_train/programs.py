@@ -5,6 +5,7 @@
 
 import collections
 import dataclasses
+import functools
 import logging
 import operator
 import re
@@ -67,7 +68,8 @@ class StepProgram:
         report: Lines that say which layers are loops, and of the others why not, and which attention has no kernel.
         num_calls: How often it ran.
         looks: When a second look at the loss is due.
-        agree: Compares it over processes before it is compiled.
+        agree: Checks what it is for, before it is compiled.
+        key: What it is for.
     """
 
     def __init__(
@@ -80,8 +82,9 @@ class StepProgram:
         *,
         inputs: tuple[torch.Tensor, ...],
         agree: Callable[..., None],
+        key: Any,
     ) -> None:
-        self.loss, self._sharding, self.agree = loss, sharding, agree
+        self.loss, self._sharding, self.agree, self.key = loss, sharding, agree, key
         self._jitted = jit(compiler_options=options)
         self._nested = jit()  # JAX takes options of what is compiled by itself alone
         self._tensors = (*loss.closure, *inputs)
@@ -184,13 +187,13 @@ class StepProgram:
             return self._jitted(state, arrays, closure)
         structs, start = jax.tree.map(_struct, (state, arrays)), time.perf_counter()  # before they are donated
         with self._cold.active(), partitioner_refusals(cast(Mesh, self._sharding.mesh)):
+            self.agree(self.key, state, closure=self._tensors, lower=functools.partial(self.lower, state, arrays))
             if self._is_shared:
-                self.agree(state, closure=self._tensors, lowered=self.lower(state, arrays))
                 begin_run()
             out = self._jitted(state, arrays, closure)
         self._cold, self._structs = None, structs
         shown = ", ".join(str(leaf.shape) for leaf in jax.tree.leaves(arrays)[:8])
-        logger.info("%s: compiled in %.1f s, for a batch of %s", caller(), time.perf_counter() - start, shown)
+        logger.info("%s: ready in %.1f s, for a batch of %s", caller(), time.perf_counter() - start, shown)
         return out
 
 

@@ -78,7 +78,8 @@ def _wide(step: GradientStep, state: TrainState, placed: ShardedBatch) -> tuple[
 
 
 def _again(step: Training, wide: tuple[torch.nn.Module, PyTree]) -> list[Difference]:
-    (model, batch), whole = wide, dataclasses.replace(step.options, local_batches=False, moment_dtype=None)
+    (model, batch) = wide
+    whole = dataclasses.replace(step.options, local_batches=False, moment_dtype=None, offload=None, compiled=None)
     again = Training(model, step.loss_fn, optax.identity(), whole)  # whose gradients alone are looked at
     return _rows(again.gradient_step, again.init(), again.put(batch))
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,12 +17,15 @@ from rich.filesize import decimal
 
 from torch_shard._common.caller import error_prefix
 from torch_shard._common.types import PyTree
+from torch_shard._common.validate import check_file
 from torch_shard._cost import Preview, preview_of
 from torch_shard._lowering import ConstrainedValues
 from torch_shard._sharding import describe_mesh, describe_spec
-from torch_shard._state import StateLayout, TrainState, check_state, with_key
+from torch_shard._state import StateLayout, TrainState, check_skip_grad_norm, check_state, with_key
 from torch_shard._train.compiled_step import CompiledStep
+from torch_shard._train.facts import facts_of_call
 from torch_shard._train.programs import StepProgram
+from torch_shard._train.saved import entries_of, write_step
 
 
 class Step(CompiledStep):
@@ -104,10 +108,52 @@ class Step(CompiledStep):
         program, normal, arrays = self._wanted(self.structs if state is None else state, batch)
         return program.export(normal, arrays, platforms)
 
-    def _wanted(self, state: TrainState, batch: PyTree) -> tuple[StepProgram, TrainState, list[jax.Array]]:
+    @error_prefix("save_compiled")
+    def save_compiled(
+        self, path: str | os.PathLike[str], batch: PyTree, *, skip_grad_norm: float | None = None
+    ) -> None:
+        """Compile the step and write it to a file, from which `make_train_step(..., compiled=path)` starts.
+
+        Nothing runs, and it may be compiled for a topology, where there is no device. Save it before the first step: a
+        program that has run is compiled once more.
+
+        Args:
+            path: Of the file; it is written whole or not at all, by process 0.
+            batch: As the step takes it, or shapes of it.
+            skip_grad_norm: As a training step takes it; `math.inf` for `fit`, unless that is told otherwise.
+
+        Raises:
+            NotImplementedError: JAX keeps no such program: of several CPU devices, or one that calls Python.
+
+        Example:
+            >>> import os, tempfile, optax, torch, torch_shard as ts
+            >>> from jax.sharding import PartitionSpec as P
+            >>> def make(**options):
+            ...     return ts.make_train_step(
+            ...         torch.nn.Linear(4, 1), lambda model, batch: model(batch).square().mean(), optax.sgd(0.1),
+            ...         mesh=ts.make_mesh(batch=1), plan=ts.ShardingPlan({}, default=P()), **options,
+            ...     )
+            >>> path = os.path.join(tempfile.mkdtemp(), "step.zip")
+            >>> make().save_compiled(path, torch.empty(8, 4, device="meta"))
+            >>> step = make(compiled=path)  # in another process
+            >>> state, metrics = step(step.init(seed=0), torch.ones(8, 4))
+        """
+        check_skip_grad_norm(skip_grad_norm)
+        file = check_file("path", path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        program, normal, arrays = self._wanted(self.structs, batch, skip_grad_norm)
+        lowered = program.lower(normal, arrays)
+        if (entries := entries_of(lowered, self.mesh)) is None:
+            anew = self._jitted(program.loss, program.key, arrays[: len(arrays) - program.loss.num_given])
+            entries = entries_of(anew.lower(normal, arrays), self.mesh)
+        write_step(file, entries or [], lowered.as_text(), self._facts | facts_of_call(program.key), self.mesh)
+
+    def _wanted(
+        self, state: TrainState, batch: PyTree, skip_grad_norm: float | None = None
+    ) -> tuple[StepProgram, TrainState, list[jax.Array]]:
         """The program for a state and a batch, or for shapes of them, and what it takes."""
         check_state(state, only_shapes=True)
-        program, arrays = self._prepare(batch, state, only_shapes=True)
+        program, arrays = self._prepare(batch, state, skip_grad_norm, only_shapes=True)
         return program, self._normal(with_key(state)), arrays
 
     @functools.cached_property

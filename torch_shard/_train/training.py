@@ -328,7 +328,7 @@ class Training(Step):
     @functools.cached_property
     def gradient_step(self) -> GradientStep:
         """The program that `prove` compares."""
-        return GradientStep(self.model, self.loss_fn, self.options)
+        return GradientStep(self.model, self.loss_fn, dataclasses.replace(self.options, compiled=None))
 
     @error_prefix(None)
     def values_on_mesh(self, names: Iterable[str]) -> dict[str, jax.Array]:
