@@ -38,6 +38,7 @@ SECTIONS = {  # and the simulated devices of each
     "scale": 1,
     "tuning": 1,
     "ops": 8,
+    "offload": 1,
     "checkpoints": 8,
     "state": 8,
     "precision": 1,
