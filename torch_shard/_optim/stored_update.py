@@ -6,14 +6,13 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from torch_shard._optim.rule import Entry, Flags, Rule, Scalars, Slots, frozen_flags
-from torch_shard._sharding import HostTransfers, Layout, Stacks, is_on_host
+from torch_shard._sharding import HostTransfers, Layout, RowUpdate, Stacks, is_on_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +39,16 @@ class StoredUpdate:
     def updated(self, grads: Stacks, slots: Mapping[str, Stacks], params: Stacks) -> tuple[Stacks, dict[str, Stacks]]:
         """The new parameters and slots, stored as the old ones, and where those lie."""
         found: dict[tuple[str, ...], tuple[jax.Array, Slots]] = {}
+        by_row: dict[tuple[str, ...], RowUpdate] = {}
         for names in params.layout.groups:
             for part in [names] if self._is_one(names) else [(name,) for name in names]:
                 if part[0] in self.given:
                     held = {slot: _rows(values, part) for slot, values in slots.items() if part[0] in values}
                     entry = Entry(_rows(grads, part), _rows(params, part), held)
-                    found[part] = self._of_part(part, entry, params.layout)
+                    update = self._of_part(part, entry, params.layout)
+                    found |= {} if isinstance(update, RowUpdate) else {part: update}
+                    by_row |= {part: update} if isinstance(update, RowUpdate) else {}
+        found |= self.transfers.by_row(by_row) if self.transfers is not None else {}
         places = {name: (part, row) for part in found for row, name in enumerate(part)}
 
         def stored(old: Stacks, read: Callable[[tuple[jax.Array, Slots]], jax.Array]) -> Stacks:
@@ -72,8 +75,8 @@ class StoredUpdate:
         kinds = {frozen_flags(self.flags[self.given[name][1]]) if name in self.given else None for name in names}
         return len(kinds) == 1
 
-    def _of_part(self, names: tuple[str, ...], entry: Entry, layout: Layout) -> tuple[jax.Array, Slots]:
-        """The update of a stored array, whose rows have the same flags."""
+    def _of_part(self, names: tuple[str, ...], entry: Entry, layout: Layout) -> tuple[jax.Array, Slots] | RowUpdate:
+        """The update of a stored array, whose rows have the same flags; one by row where its slots are brought in."""
         places, groups = zip(*(self.given[name] for name in names), strict=True)
         update = functools.partial(update_tensor, self.rule, self.flags[groups[0]])
         shared = self.of_groups[groups[0]]
@@ -84,7 +87,12 @@ class StoredUpdate:
         if len(set(groups)) > 1:
             rows = {key: jnp.stack([self.of_groups[group][key] for group in groups]) for key in shared} | rows
         if layout.axis_of(names) is None and self._away(entry):
-            return self._by_row(lambda entry, row: update(entry, {**shared, **row}), entry, rows)
+
+            def of_row(given: tuple[jax.Array, Scalars], held: tuple[jax.Array, Slots]) -> tuple[jax.Array, Slots]:
+                grad, own = given
+                return update(Entry(grad, *held), {**shared, **own})
+
+            return RowUpdate(of_row, (entry.grad, rows), (entry.param, entry.slots))
         axes = {key: 0 if key in rows else None for key in {**shared, **rows}}
         all_rows = jax.vmap(update, in_axes=(0, axes))
         return self._brought(lambda entry: all_rows(entry, {**shared, **rows}), entry)
@@ -101,18 +109,6 @@ class StoredUpdate:
         olds = self.transfers.bring(away)
         found, new = update(entry._replace(slots={**entry.slots, **olds}))
         return found, {**new, **self.transfers.send({name: new[name] for name in away}, olds)}
-
-    def _by_row(
-        self, update: Callable[[Entry, Scalars], tuple[jax.Array, Slots]], entry: Entry, rows: Scalars
-    ) -> tuple[jax.Array, Slots]:
-        """The same for a stack, of which a row at a time is brought in."""
-
-        def of_row(given: tuple[jax.Array, Scalars], held: tuple[jax.Array, Slots]) -> tuple[jax.Array, Slots]:
-            grad, scalars = given
-            return update(Entry(grad, *held), scalars)
-
-        assert self.transfers is not None
-        return cast(tuple[jax.Array, Slots], self.transfers.by_row(of_row, (entry.grad, rows), entry[1:]))
 
 
 def update_tensor(rule: Rule, flags: Flags, entry: Entry, scalars: Scalars) -> tuple[jax.Array, Slots]:

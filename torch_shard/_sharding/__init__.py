@@ -29,7 +29,15 @@ from torch_shard._sharding.entries import (
     with_values,
 )
 from torch_shard._sharding.forms import Kept, Padded, Pieces
-from torch_shard._sharding.host_memory import HostTransfers, is_on_host, is_pinned, pinned, to_device, to_host
+from torch_shard._sharding.host_memory import (
+    HostTransfers,
+    RowUpdate,
+    is_on_host,
+    is_pinned,
+    pinned,
+    to_device,
+    to_host,
+)
 from torch_shard._sharding.in_steps import constrain_in_steps, constrain_stacks, spec_in_use
 from torch_shard._sharding.mesh import (
     as_devices,

@@ -4,13 +4,17 @@
 # pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding
 
 from torch_shard._common.types import PyTree
+
+Group = tuple[str, ...]
+"""Names that are stored together."""
 
 PINNED = "pinned_host"
 """JAX's kind of memory of the host that a device copies from and to."""
@@ -41,6 +45,25 @@ def pinned(sharding: NamedSharding) -> NamedSharding:
     return sharding.with_memory_kind(PINNED)
 
 
+class RowUpdate(NamedTuple):
+    """An update of stacks, row by row.
+
+    Attributes:
+        update: `(row of given, row of held) -> new row of held`.
+        given: Stacks in the device's memory.
+        held: Stacks, of which some lie in the host's memory.
+    """
+
+    update: Callable[[PyTree, PyTree], PyTree]
+    given: PyTree
+    held: PyTree
+
+    @property
+    def num_rows(self) -> int:
+        """Of its stacks."""
+        return len(jax.tree.leaves(self.held)[0])
+
+
 class HostTransfers:
     """Arrays brought in from the host's memory and sent back, one group after the other.
 
@@ -68,29 +91,33 @@ class HostTransfers:
         """The new arrays of a group in the host's memory, for which the next one waits; `old` as it was brought in."""
         return self._in_turn(to_host, self._kept(new, old))
 
-    def by_row(self, update: Callable[[PyTree, PyTree], PyTree], given: PyTree, held: PyTree) -> PyTree:
-        """Update stacks a row at a time, in their places.
+    def by_row(self, updates: Mapping[Group, RowUpdate]) -> dict[Group, PyTree]:
+        """What is held after updates of stacks, a row of all at a time: while one travels, others are computed."""
+        found: dict[Group, PyTree] = {}
+        for count in sorted({update.num_rows for update in updates.values()}):
+            found |= self._loop(count, {key: update for key, update in updates.items() if update.num_rows == count})
+        return found
 
-        Args:
-            update: `(row of given, row of held) -> new row of held`.
-            given: Stacks in the device's memory.
-            held: Stacks, of which some lie in the host's memory.
-        """
+    def _loop(self, count: int, updates: Mapping[Group, RowUpdate]) -> dict[Group, PyTree]:
+        def one(number: jax.Array, held: dict[Group, PyTree]) -> dict[Group, PyTree]:
+            return {key: self._with_row(number, update, held[key]) for key, update in updates.items()}
 
-        def one(number: jax.Array, held: PyTree) -> PyTree:
-            def row(stack: jax.Array) -> PyTree:
-                return to_device(jax.lax.dynamic_index_in_dim(stack, number, keepdims=False))
+        return jax.lax.fori_loop(0, count, one, {key: update.held for key, update in updates.items()})
 
-            def placed(stack: jax.Array, new: jax.Array) -> PyTree:
-                new = to_host(new) if is_on_host(stack) else new
-                return jax.lax.dynamic_update_index_in_dim(stack, new, number, 0)
+    def _with_row(self, number: jax.Array, update: RowUpdate, held: PyTree) -> PyTree:
+        """What is held, with one row of its stacks updated in its place."""
 
-            old = jax.tree.map(row, held)
-            # barriers, or what XLA fuses with the slices is rounded otherwise than the update of a whole stack
-            rows = jax.lax.optimization_barrier((jax.tree.map(row, given), old))
-            return jax.tree.map(placed, held, self._kept(jax.lax.optimization_barrier(update(*rows)), old))
+        def row(stack: jax.Array) -> PyTree:
+            return to_device(jax.lax.dynamic_index_in_dim(stack, number, keepdims=False))
 
-        return jax.lax.fori_loop(0, len(jax.tree.leaves(held)[0]), one, held)
+        def placed(stack: jax.Array, new: jax.Array) -> PyTree:
+            new = to_host(new) if is_on_host(stack) else new
+            return jax.lax.dynamic_update_index_in_dim(stack, new, number, 0)
+
+        old = jax.tree.map(row, held)
+        # barriers, or what XLA fuses with the slices is rounded otherwise than the update of a whole stack
+        rows = jax.lax.optimization_barrier((jax.tree.map(row, update.given), old))
+        return jax.tree.map(placed, held, self._kept(jax.lax.optimization_barrier(update.update(*rows)), old))
 
     def _in_turn(self, move: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
         """Move arrays when the move before is done."""
