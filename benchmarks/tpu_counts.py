@@ -39,7 +39,7 @@ class Counts:
         temporaries: Bytes held, beside arguments and results.
         traffic: Bytes read from the device's memory and written to it.
         flops: Of products and kernels.
-        compile_s: Seconds until it was compiled, tracing included.
+        compile_s: Seconds of a core until it was compiled, tracing included.
         host_memory: Bytes that the process held at most until then.
     """
 

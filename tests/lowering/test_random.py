@@ -4,8 +4,10 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+import optax
 import pytest
 import torch
+from torch.testing import assert_close
 
 import torch_shard as ts
 from torch_shard._lowering.ops import LOWERINGS, RANDOM
@@ -42,6 +44,28 @@ def test_random_operators_have_torchs_distribution() -> None:
         assert (drawn.shape, drawn.dtype) == (own.shape, own.dtype), name
         assert abs(drawn.mean() - mean) < 6 * deviation / len(drawn) ** 0.5, name  # six standard errors
         assert abs(drawn.std() / deviation - 1) < 0.1, name
+
+
+def test_keys_of_many_draws_are_one_call_of_threefry_and_those_of_each_draw() -> None:
+    model = torch.nn.Sequential(*[torch.nn.Dropout(0.5) for _ in range(5)], torch.nn.Linear(64, 1))
+    step = ts.make_train_step(
+        model,
+        lambda model, x: model(x).sum(),
+        optax.sgd(0.1),
+        mesh=ts.make_mesh(batch=1),
+        plan=ts.plans.replicated(),
+        scan_layers=False,
+    )
+    state, x = step.init(seed=0), torch.ones(8, 64)
+    folds = step.lower(state, x).as_text().count("call @_threefry_fold_in")
+    assert folds == 2, "one for the step, and one for all its draws"
+
+    first = ts.jax_jit(lambda x: torch.rand_like(x))
+    both = ts.jax_jit(lambda x: [torch.rand_like(x), torch.rand_like(x)])
+    torch.manual_seed(0)
+    alone = first(x)
+    torch.manual_seed(0)
+    assert_close(both(x)[0], alone, rtol=0, atol=0)  # the same key, so the same bits
 
 
 def test_draws_without_replacement_do_not_repeat() -> None:

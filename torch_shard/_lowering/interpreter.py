@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import jax
+import numpy as np
 import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as torch_pytree
@@ -22,7 +23,7 @@ from torch_shard._lowering.rows import RowSplit
 Lowered = Callable[..., list[PyTree]]
 
 Place = int | jax.Array | None
-"""Place of an operator in the stream of random numbers; None if it draws none."""
+"""Place of an operator in the stream of random numbers; None if it draws none, or is given the key of its place."""
 
 
 def missing_lowerings(graph: GraphModule) -> list[Node]:
@@ -54,7 +55,7 @@ def lower(graph: GraphModule) -> Lowered:
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
     steps = [(node, sources_of(node), operation(node), node.meta.get("random_place")) for node in nodes]
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    outputs = outputs_of(graph.graph)
+    outputs, keys_at = outputs_of(graph.graph), _keys_of(nodes)
 
     def run(
         key: jax.Array | None, *arrays: jax.Array, place: int | jax.Array = 0, split: RowSplit | None = None
@@ -63,12 +64,30 @@ def lower(graph: GraphModule) -> Lowered:
         for node, array in values.items():
             assert _fits(node, array), (node, array.dtype, node.meta["val"])
         with matmul_precision():
+            keys = keys_at(key, place)
             for node, sources, operate, own_place in steps:
-                at = None if own_place is None else place + own_place
-                values[node] = operate(key, at, [values[source] for source in sources], split)
+                at = None if own_place is None or node in keys else place + own_place
+                values[node] = operate(keys.get(node, key), at, [values[source] for source in sources], split)
         return [values[node] for node in outputs]
 
     return run
+
+
+def _keys_of(nodes: Sequence[Node]) -> Callable[[Key, int | jax.Array], dict[Node, jax.Array]]:
+    """The keys of nodes that draw, by one call of threefry: XLA:TPU takes long to compile a call for each.
+
+    Nodes whose key differs along named axes fold it on their own.
+    """
+    drawing = [node for node in nodes if "random_place" in node.meta and not node.meta["random_axes"]]
+    places = np.array([node.meta["random_place"] for node in drawing], np.int32)
+
+    def keys_at(key: Key, start: int | jax.Array) -> dict[Node, jax.Array]:
+        if key is None or len(drawing) < 2:
+            return {}
+        folded = jax.vmap(jax.random.fold_in, (None, 0))(key, start + places)
+        return {node: folded[number] for number, node in enumerate(drawing)}
+
+    return keys_at
 
 
 def draws_random(graph: GraphModule) -> bool:
@@ -123,8 +142,7 @@ def _draws(node: Node) -> Callable[[Key, Place], tuple[jax.Array, ...]]:
         if target not in RANDOM:
             return ()
         assert key is not None, target
-        assert place is not None, target
-        return (jax.random.fold_in(fold_axes(key, axes), place),)
+        return (key if place is None else jax.random.fold_in(fold_axes(key, axes), place),)
 
     return drawn
 
