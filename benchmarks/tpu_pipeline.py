@@ -112,4 +112,4 @@ def measure(*, alone: bool = False, **setting: Any) -> dict[str, Any]:
     case = case_of(Setting(**setting), alone=alone)
     step = case.step()
     compiled = step.lower(step.structs, case.batch).compile()
-    return dataclasses.asdict(counts_of(compiled, case.mesh.devices.flat[0].device_kind))
+    return dataclasses.asdict(counts_of(compiled, case.mesh))

@@ -20,6 +20,7 @@ from rich.text import Text
 from torch_shard._common.printed import InNotebooks, printed
 from torch_shard._common.types import PyTree
 from torch_shard._cost.by_module import COMPILER, ModuleCost, ModulePaths
+from torch_shard._cost.chips import chip_of
 from torch_shard._cost.collectives import KINDS
 from torch_shard._cost.exposed import exposed_by_axis
 from torch_shard._cost.fitting import TooLarge, compile_or_refuse, memory_of_program
@@ -123,7 +124,7 @@ class Preview(InNotebooks):
 
     @property
     def cycles(self) -> int:
-        """XLA:TPU's own estimate, without communication and kernels written in Pallas; zero on other devices."""
+        """XLA:TPU's own estimate, without communication; of kernels written in Pallas ours. Zero on other devices."""
         return self._sum("cycles")
 
     def _sum(self, name: str) -> int:
@@ -325,11 +326,11 @@ def preview_of(
         memory = PreviewMemory(**parts, saved=0, temporaries=left, peak=needed)
         return Preview(about, memory, limit, (), (), whole, None, compiled.message, said)
     text, found = compiled.as_text() or "", memory_of_program(compiled, device.platform)
-    costs, modules = costs_of(text), ModulePaths(paths)
+    costs, modules = costs_of(text, chip_of(device)), ModulePaths(paths)
     saved = min(int(saved_bytes(text)), found.temporaries)
     memory = PreviewMemory(**parts, saved=saved, temporaries=found.temporaries - saved, peak=found.peak)
     widest = tuple(_widest(costs, modules))
-    waited = exposed_by_axis(text, getattr(device, "device_kind", ""), plan.mesh.shape)
+    waited = exposed_by_axis(text, plan.mesh)
     exposed = None if waited is None else sum(waited.values())
     by_module = tuple(modules.by_module(costs, why))
     return Preview(
