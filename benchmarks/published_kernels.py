@@ -67,8 +67,10 @@ def fused_splash(q_BNTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, scale:
     """Splash attention, one kernel in the backward pass."""
     length = q_BNTH.shape[2]
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv_compute")
-    sizes = {f"block_{name}": min(BLOCK, length) for name in names} | {"block_kv_dkv": min(2048, length)}
-    kernel = splash.make_splash_mha_single_device(
+    sizes: dict[str, Any] = {f"block_{name}": min(BLOCK, length) for name in names} | {
+        "block_kv_dkv": min(2048, length)
+    }
+    kernel: Any = splash.make_splash_mha_single_device(
         mask=splash.MultiHeadMask([splash.CausalMask((length, length))] * q_BNTH.shape[1]),
         block_sizes=splash.BlockSizes(**sizes, use_fused_bwd_kernel=True),
     )

@@ -25,9 +25,10 @@ One step: float32 parameters, bfloat16 arithmetic. The rivals are written by han
 split over time, the vocabulary split in the loss. Ours is the hub's model as it is, and `make_train_step` with
 `compute_dtype=torch.bfloat16`, `remat` as the row says, and no other option. Numbers are ours over the rival's; below
 1 is better. Cycles are the compiler's estimates, without communication; kernels carry none, and are taken to run at
-45 % of the chip's peak. Since these rows were measured, heads narrower than the matrix unit count as slower, and chips
-at the ends of an axis have one link, not two. *With waiting* adds what the schedule does not hide of communication, at the published speed
-of the links. *Received* is from other devices. *Temporaries* are bytes beside the state and the batch.
+45 % of the chip's peak. *With waiting* adds what the schedule does not hide of communication, at the published speed
+of the links. *Received* is from other devices. *Temporaries* are bytes beside the state and the batch. All tables from
+here on were made before two changes that the table above has: heads narrower than the matrix unit count as slower,
+and a chip at the end of an axis has one link along it, not two.
 
 Cycles of models with experts are those of balanced routing, on both sides. Qwen3-MoE, gpt-oss and Mixtral are split
 by `ts.plans.expert(tp="model")`, ViT by `ts.plans.fsdp_tp`; their rivals have the same layout. Steps leave

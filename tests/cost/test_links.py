@@ -1,6 +1,7 @@
 """By how many links of a torus a group of chips receives."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def links(kind: str, *sizes: int) -> tuple[Links, np.ndarray]:
         ("TPU v5", (2, 2, 1), np.s_[:, :, 0], 2),
     ],
 )
-def test_a_group_receives_by_its_links(kind: str, sizes: tuple[int, ...], group: object, num_links: float) -> None:
+def test_a_group_receives_by_its_links(kind: str, sizes: tuple[int, ...], group: Any, num_links: float) -> None:
     torus, numbers = links(kind, *sizes)
     members = numbers[group].ravel().tolist()
     assert torus.rate([members]) == pytest.approx(num_links * torus.chip.link / 2)

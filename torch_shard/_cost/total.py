@@ -118,7 +118,7 @@ class Walk:
             return int(self._total(instruction, _cycles)) or None
         if is_kernel(instruction):
             return int(kernel_cycles(instruction, self._traffic.of(instruction), chip))
-        if self._is_estimated or instruction.op in STARTS:
+        if self._is_estimated or instruction.op in STARTS or instruction.kind in KINDS:
             return int(self._total(instruction, _cycles)) or None
         flops = self._total(instruction, lambda inner: flops_of(self.hlo, inner))
         return int(chip.clock * max(flops / chip.flops, self._traffic.of(instruction) / chip.bandwidth)) or None
