@@ -30,6 +30,7 @@ SECTIONS = {  # and the simulated devices of each
     "dispatch": 1,
     "generation": 1,
     "gpu": 1,
+    "published": 1,
     "tpu": 1,
     "tpu_held_out": 1,
     "tpu_models": 1,
@@ -43,7 +44,7 @@ SECTIONS = {  # and the simulated devices of each
     "state": 8,
     "precision": 1,
 }
-BY_MODEL = ("tpu", "tpu_held_out", "tpu_models", "tpu_options", "scale")
+BY_MODEL = ("published", "tpu", "tpu_held_out", "tpu_models", "tpu_options", "scale")
 """Sections of which some models may be chosen."""
 
 

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import torch_shard as ts
 from benchmarks import models
 from benchmarks.rows import Row, sized
-from benchmarks.tpu_counts import counts_of
+from benchmarks.tpu_counts import received_by
 
 TOPOLOGY = "v5e:2x4"
 TARGET = 1.10
@@ -162,7 +162,7 @@ def compiled(name: str, sizes: Sizes) -> jax.stages.Compiled:
 
 def measure(name: str, sizes: Sizes) -> float:
     """Bytes that each device receives from others in one step."""
-    return counts_of(compiled(name, sizes)).wire
+    return received_by(compiled(name, sizes).as_text() or "")
 
 
 def rows(quick: bool) -> Iterator[Row]:

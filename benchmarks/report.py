@@ -97,9 +97,9 @@ def page(found: Found, told: dict[str, Section], facts: dict[str, Any], path: Pa
         if (markdown := told[section].markdown) is not None:
             parts.append(markdown(rows, path))
         elif len(rows) > SHORT:
-            parts += [_by_subject(rows), beside(path, section, HEAD, _lines(rows)) + "."]
+            parts += [by_subject(rows), beside(path, section, HEAD, lines_of(rows)) + "."]
         else:
-            parts.append(markdown_table(HEAD, _lines(rows)))
+            parts.append(markdown_table(HEAD, lines_of(rows)))
         if section == PICTURE:
             save_both(path.parent / "images" / section, (8, 4.2), partial(_draw_ratios, rows=rows))
             parts.insert(-2, shown(section, "Ratios of the table below as bars, with a line at 1"))
@@ -116,7 +116,7 @@ def _subjects(rows: list[Row]) -> dict[str, dict[str, Row]]:
     return found
 
 
-def _by_subject(rows: list[Row]) -> str:
+def by_subject(rows: list[Row]) -> str:
     """Ratios alone, a column for each thing measured; bold where a target is missed."""
     subjects = _subjects(rows)
     columns = list(dict.fromkeys(measured for own in subjects.values() for measured in own))
@@ -140,7 +140,8 @@ def _draw_ratios(figure: Figure, theme: Theme, rows: list[Row]) -> None:
     axes.set_xlabel(f"{measured}, ours ÷ rival: less is better", color=theme["text"])
 
 
-def _lines(rows: list[Row]) -> list[tuple[str, ...]]:
+def lines_of(rows: list[Row]) -> list[tuple[str, ...]]:
+    """All cells of rows, for `HEAD`."""
     lines = []
     for row in rows:
         ours, rival, ratio, _, target, _ = _cells(row)

@@ -1,30 +1,21 @@
 """What a program compiled for TPUs takes of one device, counted: by the same reading of its text for every side.
 
-Cycles are the compiler's own estimates, without communication. A kernel written in Pallas has none: its products are
-taken to run at 45 % of the chip's peak.
+Cycles are the compiler's own estimates, without communication. A kernel written in Pallas has none: see
+`torch_shard/_cost/kernels.py`.
 """
 
 import dataclasses
-import math
-import re
-from collections.abc import Iterator
 
 import jax
+from jax.sharding import Mesh
 
+from torch_shard._cost import chip_of, costs_of
 from torch_shard._cost.exposed import exposed_by_axis
-from torch_shard._cost.hlo import Hlo, Instruction, arrays_of
-from torch_shard._cost.total import costs_of
 
 FLOPS_PER_CYCLE = 131_072
 """Of v5e: 197 Tflop per second at 1.5 GHz."""
-FASTER = {"TPU v5": 2}
-"""So many times that, by kind: v5p has 459 Tflop per second at 1.75 GHz."""
 BYTES_PER_CYCLE = 546
 """Of its memory: 819 GB per second."""
-REACHED = 0.45
-"""Of the peak, by kernels."""
-PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
-"""Of queries and keys, or as large, in each kernel of splash attention."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,41 +50,29 @@ class Counts:
         return self.cycles + self.exposed
 
 
-def counts_of(compiled: jax.stages.Compiled, device_kind: str = "TPU v5 lite", used: float = 1.0) -> Counts:
+def counts_of(compiled: jax.stages.Compiled, mesh: Mesh, used: float = 1.0) -> Counts:
     """Read a compiled program; of the arithmetic of JAX's grouped products, only what is used counts."""
-    text, memory = compiled.as_text() or "", compiled.memory_analysis()
-    costs, flops = costs_of(text), kernel_flops(Hlo(text), used)
-    kernels = flops / (FLOPS_PER_CYCLE * FASTER.get(device_kind, 1) * REACHED)
+    found = counts_of_text(compiled.as_text() or "", mesh, used)
+    return dataclasses.replace(found, temporaries=compiled.memory_analysis().temp_size_in_bytes)
+
+
+def counts_of_text(text: str, mesh: Mesh, used: float = 1.0) -> Counts:
+    """The same of its text, which says nothing of temporaries."""
+    costs = costs_of(text, chip_of(mesh.devices.flat[0]))
+    kernels = [cost for cost in costs if cost.kernel]
+    idle = [cost for cost in kernels if "gmm" in cost.kernel]
+    unused = (1 - used) * sum(cost.cycles or 0 for cost in idle)
     return Counts(
-        cycles=sum(cost.cycles or 0 for cost in costs) + kernels,
-        kernel_cycles=kernels,
-        exposed=sum((exposed_by_axis(text, device_kind, {}) or {}).values()),
+        cycles=sum(cost.cycles or 0 for cost in costs) - unused,
+        kernel_cycles=sum(cost.cycles or 0 for cost in kernels) - unused,
+        exposed=sum((exposed_by_axis(text, mesh) or {}).values()),
         wire=sum(cost.received_bytes for cost in costs),
-        temporaries=memory.temp_size_in_bytes,
+        temporaries=0.0,
         traffic=sum(cost.memory_bytes for cost in costs),
-        flops=sum(cost.flops for cost in costs) + flops,
+        flops=sum(cost.flops for cost in costs) - (1 - used) * sum(cost.flops for cost in idle),
     )
 
 
-def kernel_flops(hlo: Hlo, used: float = 1.0) -> float:
-    """Of all kernels: as their authors say, else as causal attention."""
-    return sum(_flops(kernel, used) * times for kernel, times in _kernels(hlo, hlo.entry, 1))
-
-
-def _kernels(hlo: Hlo, computation: str, times: float) -> Iterator[tuple[Instruction, float]]:
-    for instruction in hlo.computations[computation]:
-        if "tpu_custom_call" in instruction.attributes:
-            yield instruction, times
-        for called, number in hlo.inner(instruction):
-            yield from _kernels(hlo, called, times * number)
-
-
-def _flops(kernel: Instruction, used: float) -> float:
-    if (said := kernel.find(r'"?cost_estimate"?:\{[^}]*"?flops"?:"?(\d+)')) is not None:
-        return float(said) * (used if "gmm" in kernel.name else 1.0)
-    given = [a for a in arrays_of(kernel.find(r"operand_layout_constraints=\{(.*?)\}, \w+=") or "") if len(a.shape) > 2]
-    queries, keys = [a.shape for a in given if a.dtype in ("bf16", "f32")][:2]
-    part = re.search("|".join(PRODUCTS), kernel.name)
-    if part is None:
-        raise ValueError(f"the kernel {kernel.name} does not say how much it computes")
-    return PRODUCTS[part.group()] * math.prod(queries) * keys[-2]  # twice for multiply and add, half for causal
+def received_by(text: str) -> float:
+    """Bytes that one device receives from others in a step."""
+    return sum(cost.received_bytes for cost in costs_of(text))

@@ -111,7 +111,9 @@ def measure(name: str) -> dict[str, Any]:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return {"refused": str(error)[:200]}
-    counts = dataclasses.replace(counts_of(compiled), compile_s=time.process_time(), host_memory=host_memory())
+    counts = dataclasses.replace(
+        counts_of(compiled, zoo.case.mesh), compile_s=time.process_time(), host_memory=host_memory()
+    )
     return {"counts": dataclasses.asdict(counts), "title": zoo.case.name, "textbook": zoo.textbook()}
 
 

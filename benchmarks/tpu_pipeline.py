@@ -5,14 +5,17 @@
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch_shard as ts
 from benchmarks.processes import Failed, isolated
+from benchmarks.report import HEAD, by_subject, lines_of
 from benchmarks.rows import Row
 from benchmarks.tpu_cases import Recipe, TpuCase, hf_llama, next_token_loss, replicated, tokens
 from benchmarks.tpu_counts import Counts, counts_of
 from benchmarks.tpu_llama import Llama
+from docs.pages import beside
 
 PAGE = """
 ## Pipelines against their formula
@@ -21,8 +24,15 @@ A narrow Llama (8 layers of width 1024, 256 tokens, 8 rows in each microbatch, `
 `batch=8 / P`, parameters replicated over `batch` but for the row of FSDP. The rival is arithmetic: cycles of the same
 step without stages, divided by P, times `(R M + P - 1) / (R M)` for M microbatches in R rounds. It is no lower bound:
 head and loss have no idle stages, and programs of fewer layers or rows are compiled another way. Temporaries stand
-beside those of the step without stages.
+beside those of the step without stages. Shown are four stages and eight microbatches.
 """
+
+
+def markdown(found: list[Row], page: Path) -> str:
+    """Of all schedules, and a file of other numbers of stages beside the page."""
+    shown = [row for row in found if "P = 4, M = 8" in row.name]
+    return f"{by_subject(shown)}\n\n{beside(page, 'tpu_pipeline', HEAD, lines_of(found))}."
+
 
 SIZES = Llama(layers=8, width=1024, hidden=2816, heads=8, kv_heads=4, vocab=2048)
 DEVICES, ROWS, LENGTH = 8, 8, 256
@@ -112,4 +122,4 @@ def measure(*, alone: bool = False, **setting: Any) -> dict[str, Any]:
     case = case_of(Setting(**setting), alone=alone)
     step = case.step()
     compiled = step.lower(step.structs, case.batch).compile()
-    return dataclasses.asdict(counts_of(compiled, case.mesh.devices.flat[0].device_kind))
+    return dataclasses.asdict(counts_of(compiled, case.mesh))

@@ -6,23 +6,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
-from torch_shard._cost.exposed import BYTES_PER_CYCLE, exposed_by_axis
+from torch_shard._cost import CHIPS
+from torch_shard._cost.exposed import exposed_by_axis
 from torch_shard._cost.hlo import Hlo
 from torch_shard._cost.total import costs_of
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
-KIND = "TPU v5 lite"
+CHIP = CHIPS["TPU v5 lite"]
 SHIFT = [(i, (i + 1) % 4) for i in range(4)]
+
+
+def on_chips() -> Mesh:
+    return ts.make_mesh(topology="v5e:2x2", batch=4)
 
 
 def compiled(fn: Any, out_specs: Any) -> str:
     """The program of a function of rows, split over four devices, and a matrix."""
-    mesh = ts.make_mesh(topology="v5e:2x2", batch=4)
+    mesh = on_chips()
     shapes = (((8192, 1024), P("batch")), ((1024, 1024), P()))
     given = [jax.ShapeDtypeStruct(s, np.float32, sharding=NamedSharding(mesh, spec)) for s, spec in shapes]
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=(P("batch"), P()), out_specs=out_specs, check_vma=False)
@@ -31,17 +36,17 @@ def compiled(fn: Any, out_specs: Any) -> str:
 
 def travel(text: str) -> float:
     """Cycles of all collectives, one after the other."""
-    return sum(cost.received_bytes for cost in costs_of(text)) / BYTES_PER_CYCLE[KIND]
+    return sum(cost.received_bytes for cost in costs_of(text)) / CHIP.link * (CHIP.clock or 0)
 
 
 def waited(text: str) -> int:
-    return sum((exposed_by_axis(text, KIND, {}) or {}).values())
+    return sum((exposed_by_axis(text, on_chips()) or {}).values())
 
 
 def test_what_is_needed_at_once_is_waited_for() -> None:
     text = compiled(lambda x, w: jax.lax.psum(x, "batch"), P())
-    assert exposed_by_axis(text, KIND, {"batch": 4}) == {"batch": pytest.approx(travel(text), rel=1e-3)}
-    assert exposed_by_axis(text, "cpu", {}) is None
+    assert exposed_by_axis(text, on_chips()) == {"batch": pytest.approx(travel(text), rel=1e-3)}
+    assert exposed_by_axis(text, ts.make_mesh(batch=4, model=2)) is None  # of CPUs
 
 
 def test_what_travels_beside_products_is_not() -> None:

@@ -12,9 +12,7 @@ from benchmarks import counts
 from benchmarks.processes import Failed, isolated
 from benchmarks.rows import timed
 from benchmarks.timing import agree, summary
-from benchmarks.tpu_counts import kernel_flops
 from benchmarks.tpu_mixtral import share_of_rows
-from torch_shard._cost.hlo import Hlo
 from torch_shard._cost.total import costs_of
 
 TRIPS = 5
@@ -95,24 +93,7 @@ def test_a_function_runs_in_a_process_of_its_own_and_its_error_comes_back():
         isolated("json:loads", s="[")
 
 
-KERNELS = """
-ENTRY %main (a: f32[2]) -> f32[2] {
-  %splash_mha_fwd_residuals.1 = (bf16[2,8,64,16]{3,2,1,0}) custom-call(%a, %b), custom_call_target="tpu_custom_call", \
-operand_layout_constraints={s8[1,4,4]{2,1,0}, bf16[2,8,64,16]{3,2,1,0}, bf16[2,2,64,16]{3,2,1,0}}, metadata={}
-  %gmm.2 = bf16[8,8]{1,0} custom-call(%a, %b), custom_call_target="tpu_custom_call", \
-backend_config={"custom_call_config":{"cost_estimate":{"flops":"1000"}}}
-}
-"""
-
-
-def test_kernels_count_as_their_authors_say_or_as_causal_attention():
-    half = 2 * 8 * (64 * 64 // 2) * 16  # pairs of a query and a key before it, times the width of a head
-    assert kernel_flops(Hlo(KERNELS)) == 2 * 2 * half + 1000  # two products, a multiply and an add each
-
-
 def test_of_grouped_products_what_is_used_counts():
-    half = 2 * 8 * (64 * 64 // 2) * 16
-    assert kernel_flops(Hlo(KERNELS), used=0.25) == 2 * 2 * half + 250
     whole, tile = 8 * 4096, 128  # rows of a device, of which half are for its 32 experts of 64
     assert share_of_rows(8, 4096, (64, 32), tile) == (whole / 2 + 31 * tile) / whole
     assert share_of_rows(1, 16, (4, 4), tile) == 1.0

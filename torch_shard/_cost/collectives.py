@@ -37,7 +37,7 @@ class Collective:
 
 def collective_of(hlo: Hlo, instruction: Instruction, *, scatters: bool = False) -> Collective:
     """What a collective moves, by the best known way: a ring."""
-    size = len(next(iter(_members(group_of(instruction))), ()))  # 0 if that is not said
+    size = len(next(iter(members_of(group_of(instruction))), ()))  # 0 if that is not said
     share = (size - 1) / size if size else 1.0
     given = sum(array.num_bytes for name in instruction.operands for array in hlo.operand(name))
     results = sum(array.num_bytes for array in instruction.results)
@@ -105,15 +105,15 @@ def axes_of_group(group: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
         group: Of `group_of`.
         sizes: Of the mesh's axes, in order.
     """
-    groups = _members(group)
+    groups = members_of(group)
     if not groups or math.prod(sizes.values()) <= max(map(max, groups)):
         return tuple(axis for axis, size in sizes.items() if size > 1)
     places = [np.stack(np.unravel_index(ids, tuple(sizes.values()))) for ids in groups]
     return tuple(axis for at, axis in enumerate(sizes) if any(len(set(place[at].tolist())) > 1 for place in places))
 
 
-def _members(group: str) -> list[list[int]]:
-    """Devices of the first group, or of all; of pairs, all."""
+def members_of(group: str) -> list[list[int]]:
+    """Devices of the first group of `group_of`, or of all; of pairs, all."""
     if found := re.search(_MESH, group):
         return [_of_mesh(*found.groups())]
     if found := re.search(r"=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", group):

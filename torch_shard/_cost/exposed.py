@@ -7,37 +7,33 @@ on; one that is not apart, or not done when its result is needed, is waited for.
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+import functools
 
-from torch_shard._cost.collectives import axes_of_group, group_of, identity, travelling
+from jax.sharding import Mesh
+
+from torch_shard._cost.collectives import axes_of_group, group_of, identity, members_of, travelling
 from torch_shard._cost.hlo import Hlo, Instruction
+from torch_shard._cost.links import Links
 from torch_shard._cost.total import Walk
-
-BYTES_PER_CYCLE = {"TPU v4": 95, "TPU v5 lite": 67, "TPU v5": 114, "TPU v6 lite": 128}
-"""That a device receives along one axis of the torus, both ways together, by kind of device.
-
-Source: "Inter-chip interconnect" of each in Google Cloud's documentation, over the frequency of its cores.
-"""
 
 _ONE_BY_ONE = ("-done", "-update")
 
 
-def exposed_by_axis(text: str, device_kind: str, sizes: Mapping[str, int]) -> dict[str, int] | None:
+def exposed_by_axis(text: str, mesh: Mesh) -> dict[str, int] | None:
     """Cycles that one device waits for others, by the axes of the mesh, by comma, over which they lie.
 
-    None for a kind of device whose links are not known.
+    None for a kind of device whose compiler counts no cycles.
 
     Args:
         text: As `jax.stages.Compiled.as_text()` gives it.
-        device_kind: As JAX names the device.
-        sizes: Of the mesh's axes, in order.
+        mesh: Of the program's devices.
     """
-    rate = BYTES_PER_CYCLE.get(device_kind)
-    if rate is None:
+    links = Links(list(mesh.devices.flat))
+    if links.chip.clock is None:
         return None
     hlo, found = Hlo(text), collections.Counter[str]()
-    for group, cycles in _Schedule(hlo, rate).run(hlo.entry).waited.items():
-        found[", ".join(axes_of_group(group, sizes))] += int(cycles)
+    for group, cycles in _Schedule(hlo, links).run(hlo.entry).waited.items():
+        found[", ".join(axes_of_group(group, mesh.shape))] += int(cycles)
     return dict(found)
 
 
@@ -73,8 +69,9 @@ class _Clock:
 
 
 class _Schedule:
-    def __init__(self, hlo: Hlo, rate: float) -> None:
-        self.hlo, self._rate, self._walk = hlo, rate, Walk(hlo)
+    def __init__(self, hlo: Hlo, links: Links) -> None:
+        self.hlo, self._links, self._walk = hlo, links, Walk(hlo, links.chip)
+        self._cycles_per_byte = functools.cache(self._find_cycles_per_byte)
 
     def run(self, computation: str, around: frozenset[str] = frozenset()) -> _Clock:
         """Follow a computation, through which some chains pass that began before it and end behind it."""
@@ -113,8 +110,14 @@ class _Schedule:
         """What goes over the wire: a name, by which its end is known, its group of devices, and cycles."""
         found = list[tuple[str, tuple[str, float]]]()
         for inner, moved in travelling(self.hlo, instruction):
-            key, ways = identity(inner), 1 if inner.kind == "collective-permute" else 2  # of a ring
+            key, group = identity(inner), group_of(inner)
             # of a part of a chain, the name of the chain; else that of the instruction in the schedule
             name = ":".join(map(str, key)) if "chain" in key else instruction.name
-            found.append((name, (group_of(inner), moved.num_bytes * 2 / ways / self._rate)))
+            found.append((name, (group, moved.num_bytes * self._cycles_per_byte(group))))
         return found
+
+    def _find_cycles_per_byte(self, group: str) -> float:
+        """Of what a device of a group receives."""
+        is_pairs = group.startswith("source_target_pairs")
+        rate = self._links.rate_of_pairs if is_pairs else self._links.rate
+        return (self._links.chip.clock or 0.0) / rate(members_of(group))

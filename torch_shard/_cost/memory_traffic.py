@@ -10,7 +10,8 @@ from torch_shard._cost.hlo import Array, Hlo, Instruction
 
 _SLICES = ("dynamic-slice", "slice", "gather")
 _ALIASES = ("bitcast", "copy", "reshape")
-_STARTS = ("copy-start", "slice-start", "dynamic-slice-start", "async-start")
+STARTS = ("copy-start", "slice-start", "dynamic-slice-start", "async-start")
+"""What moves beside the arithmetic."""
 
 
 class Traffic:
@@ -25,7 +26,7 @@ class Traffic:
 
     def of(self, instruction: Instruction) -> float:
         """Bytes that one run of an instruction moves."""
-        if instruction.op in _STARTS:
+        if instruction.op in STARTS:
             return self._of_start(instruction)
         inputs = enumerate(map(self._hlo.operand, instruction.operands))
         total = sum(min(size, self._read(instruction, at)) for at, arrays in inputs if (size := _in_memory(*arrays)))

@@ -20,6 +20,7 @@ from rich.text import Text
 from torch_shard._common.printed import InNotebooks, printed
 from torch_shard._common.types import PyTree
 from torch_shard._cost.by_module import COMPILER, ModuleCost, ModulePaths
+from torch_shard._cost.chips import chip_of
 from torch_shard._cost.collectives import KINDS
 from torch_shard._cost.exposed import exposed_by_axis
 from torch_shard._cost.fitting import TooLarge, compile_or_refuse, memory_of_program
@@ -28,12 +29,6 @@ from torch_shard._cost.total import Cost, costs_of
 from torch_shard._sharding import ResolvedPlan, describe_mesh, is_pinned, memory_of, slices_of
 
 _SHOWN, _WIDEST = 24, 8
-
-HOST_BYTES_PER_SECOND = {"TPU v4": 16e9, "TPU v5 lite": 16e9, "TPU v5": 16e9, "TPU v6 lite": 32e9}
-"""Between a device and the memory of its host, one way, by kind of device.
-
-Source: "How to Scale Your Model" (jax-ml.github.io/scaling-book), "How to Think About TPUs": PCIe of each chip.
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +131,7 @@ class Preview(InNotebooks):
 
     @property
     def cycles(self) -> int:
-        """XLA:TPU's own estimate, without communication and kernels written in Pallas; zero on other devices."""
+        """XLA:TPU's own estimate, without communication; of kernels written in Pallas ours. Zero on other devices."""
         return self._sum("cycles")
 
     def _sum(self, name: str) -> int:
@@ -342,13 +337,13 @@ def preview_of(
         memory = PreviewMemory(**parts, saved=0, temporaries=left, peak=needed)
         return Preview(about, memory, limit, (), (), whole, None, compiled.message, said)
     text, found = compiled.as_text() or "", memory_of_program(compiled, device.platform)
-    costs, modules = costs_of(text), ModulePaths(paths)
+    costs, modules = costs_of(text, chip_of(device)), ModulePaths(paths)
     saved = min(int(saved_bytes(text)), found.temporaries)
     memory = PreviewMemory(
         **parts, saved=saved, temporaries=found.temporaries - saved, peak=found.peak, host=found.host
     )
     widest = tuple(_widest(costs, modules))
-    waited = exposed_by_axis(text, getattr(device, "device_kind", ""), plan.mesh.shape)
+    waited = exposed_by_axis(text, plan.mesh)
     exposed = None if waited is None else sum(waited.values())
     by_module = tuple(modules.by_module(costs, why))
     return Preview(
@@ -363,14 +358,9 @@ def preview_of(
         exposed=exposed,
         exposed_by_axis=waited or {},
         host_bytes=(host_bytes := int(sum(cost.host_bytes for cost in costs))),
-        host_seconds=_host_seconds(host_bytes, getattr(device, "device_kind", "")),
+        host_seconds=None if (link := chip_of(device).host_link) is None else host_bytes / link,
         between_slices=int(sum(cost.between_slices for cost in costs)) if len(set(slices_of(plan.mesh))) > 1 else None,
     )
-
-
-def _host_seconds(num_bytes: float, device_kind: str) -> float | None:
-    rate = HOST_BYTES_PER_SECOND.get(device_kind)
-    return None if rate is None else num_bytes / rate
 
 
 def _bytes_of(tree: PyTree) -> int:

@@ -1,6 +1,6 @@
 """What a compiled program costs one device: each instruction by itself, loops as often as they run.
 
-Cycles are XLA:TPU's own `estimated_cycles`, without communication; a kernel written in Pallas has none.
+Cycles are XLA:TPU's own `estimated_cycles`, without communication. Kernels written in Pallas have none: see `kernels`.
 """
 
 import dataclasses
@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from torch_shard._cost.chips import Chip
 from torch_shard._cost.collectives import KINDS, Collective, between_slices, identity, travelling
 from torch_shard._cost.hlo import Hlo, Instruction
-from torch_shard._cost.memory_traffic import Traffic
+from torch_shard._cost.kernels import is_kernel, kernel_cycles, kernel_flops
+from torch_shard._cost.memory_traffic import STARTS, Traffic
 
 _FREE = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
@@ -20,8 +22,6 @@ _FREE = frozenset(
 )
 
 _OVERFLOW = 10**12  # the compiler's own mark
-
-_KERNEL = "tpu_custom_call"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Cost:
         largest: Bytes of its largest result, and what that is.
         between_slices: Bytes from other TPU slices, all times together.
         host_bytes: That come from the host's memory or go there, all times together.
+        kernel: The name of a kernel written in Pallas; empty for all others.
     """
 
     label: str
@@ -51,6 +52,7 @@ class Cost:
     largest: tuple[float, str] = (0.0, "")
     between_slices: float = 0.0
     host_bytes: float = 0.0
+    kernel: str = ""
 
     @property
     def received_bytes(self) -> float:
@@ -58,22 +60,24 @@ class Cost:
         return 0.0 if self.collective is None else self.collective.num_bytes * self.times
 
 
-def costs_of(text: str) -> list[Cost]:
+def costs_of(text: str, chip: Chip | None = None) -> list[Cost]:
     """What each instruction of a program costs one device.
 
     Args:
         text: As `jax.stages.Compiled.as_text()` gives it.
+        chip: Of the device, where cycles of kernels written in Pallas are to be estimated.
     """
-    walk = Walk(Hlo(text))
+    walk = Walk(Hlo(text), chip)
     return list(walk.computation(walk.hlo.entry, 1))
 
 
 class Walk:
     """A program, instruction by instruction."""
 
-    def __init__(self, hlo: Hlo) -> None:
-        self.hlo, self._traffic = hlo, Traffic(hlo)
+    def __init__(self, hlo: Hlo, chip: Chip | None = None) -> None:
+        self.hlo, self._traffic, self._chip = hlo, Traffic(hlo), chip
         self._seen: set[tuple[str | None, ...]] = set()
+        self._is_estimated = any(_cycles(instruction) is not None for instruction in hlo.made.values())
 
     def computation(self, name: str, times: float) -> Iterator[Cost]:
         """Costs of the instructions of a computation that runs so often."""
@@ -89,7 +93,7 @@ class Walk:
                 continue
             if (num_bytes := between_slices(instruction)) or instruction.op in ("send", "recv"):
                 yield Cost(self.hlo.label(instruction), instruction.op, times, between_slices=num_bytes * times)
-            elif instruction.op != "custom-call" or _KERNEL in instruction.attributes:
+            elif instruction.op != "custom-call" or is_kernel(instruction):
                 yield self._own(instruction, times)
 
     def _own(self, instruction: Instruction, times: float) -> Cost:
@@ -105,11 +109,23 @@ class Walk:
             memory_bytes=self._traffic.of(instruction) * times,
             largest=(0.0, "") if largest is None else (largest.num_bytes, f"{largest.dtype}{list(largest.shape)}"),
             host_bytes=_host_bytes(instruction) * times,
+            kernel=instruction.name if is_kernel(instruction) else "",
         )
 
     def cycles(self, instruction: Instruction) -> int | None:
-        """Of one run, by the compiler."""
-        return int(self._total(instruction, _cycles)) or None
+        """Of one run, by the compiler.
+
+        If the chip is known, of a kernel by what it does; and so of all, where code was not generated yet.
+        """
+        chip = self._chip
+        if chip is None or chip.clock is None:
+            return int(self._total(instruction, _cycles)) or None
+        if is_kernel(instruction):
+            return int(kernel_cycles(instruction, self._traffic.of(instruction), chip))
+        if self._is_estimated or instruction.op in STARTS or instruction.kind in KINDS:
+            return int(self._total(instruction, _cycles)) or None
+        flops = self._total(instruction, lambda inner: flops_of(self.hlo, inner))
+        return int(chip.clock * max(flops / chip.flops, self._traffic.of(instruction) / chip.bandwidth)) or None
 
     def _total(self, instruction: Instruction, own: Callable[[Instruction], float | None]) -> float:
         """Of an instruction that has none of its own, what all have that are fused into it."""
@@ -144,6 +160,8 @@ def flops_of(hlo: Hlo, instruction: Instruction) -> float | None:
     """Multiplications and additions of a product; None for what is none."""
     if instruction.op == "dot":
         return _dot(hlo, instruction)
+    if is_kernel(instruction):
+        return kernel_flops(instruction)
     return _convolution(hlo, instruction) if instruction.op == "convolution" else None
 
 

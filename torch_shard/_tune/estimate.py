@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 
 from torch_shard._common.fx import fill_in, operator_name, outputs_of
 from torch_shard._common.types import PyTree
+from torch_shard._cost import Chip
 from torch_shard._sharding import ResolvedPlan, axes_of, holdings
 from torch_shard._train import TrainStep
 from torch_shard._tune.candidates import Candidate
@@ -27,48 +28,11 @@ AGAIN = {"block": 1 / 3, "dots": 0.03}
 KEPT = {"none": 2.0, "dots": 1.2, "block": 0.3}
 """Values that are kept for the backward pass, over the results of products."""
 
+HOST_LINK = 16e9
+"""Bytes per second between a device and the memory of its host, where that is not known."""
+
 SUMMED = 0.2
 """Part of the results of products that is a sum over the axis `model`, as Megatron splits layers: two in each."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """The speed of one device, by its maker's figures.
-
-    Attributes:
-        flops: Products in bfloat16, per second.
-        bandwidth: Of its memory, bytes per second.
-        link: Bytes that it receives per second along one axis of the mesh.
-        clock: Cycles per second, where its compiler counts cycles; else None.
-        host_link: Bytes per second to the host's memory or from it.
-    """
-
-    flops: float
-    bandwidth: float
-    link: float
-    clock: float | None = None
-    host_link: float = 16e9
-
-
-CHIPS = {
-    "TPU v4": Chip(275e12, 1228e9, 100e9, 1.05e9),
-    "TPU v5 lite": Chip(197e12, 819e9, 100e9, 1.5e9),  # 67 bytes per cycle and axis
-    "TPU v5": Chip(459e12, 2765e9, 200e9, 1.75e9),
-    "TPU v6 lite": Chip(918e12, 1640e9, 224e9, 1.75e9),
-    "TPU7x": Chip(1153e12, 3690e9, 200e9, 2.2e9),
-    "NVIDIA": Chip(989e12, 3352e9, 450e9),  # an H100; of others the relations are much the same
-}
-"""By what the kind of a device contains; the longest that fits."""
-
-UNKNOWN = Chip(1e12, 100e9, 10e9)
-"""Of devices without known figures, CPUs for one: their relations alone matter."""
-
-
-def chip_of(device: object) -> Chip:
-    """The speed of a device of JAX."""
-    kind = str(getattr(device, "device_kind", ""))
-    found = [name for name in CHIPS if name in kind]
-    return CHIPS[max(found, key=len)] if found else UNKNOWN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +142,7 @@ def estimate(candidate: Candidate, plan: ResolvedPlan, moments: ResolvedPlan, fa
     state, moments_size = _local_bytes(plan, plan.entries), updated * facts.moments
     kept = KEPT.get(remat, 1.0) * facts.results / shards / width
     if candidate.offload:  # there and back
-        seconds += 2 * (moments_size + kept) / chip.host_link
+        seconds += 2 * (moments_size + kept) / (chip.host_link or HOST_LINK)
         return Estimate(seconds, state + gradients, state)
     return Estimate(seconds, state + moments_size + gradients + kept, state + moments_size)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from torch_shard._common.caller import caller
 from torch_shard._common.types import Device, PyTree
-from torch_shard._cost import Preview
+from torch_shard._cost import Chip, Preview, chip_of
 from torch_shard._loss import flatten_batch
 from torch_shard._plans import experts_of, layers_of
 from torch_shard._scan import LayerOptions
@@ -17,7 +17,7 @@ from torch_shard._sharding import ResolvedPlan, axes_of, make_mesh, memory_of
 from torch_shard._train import TrainStep
 from torch_shard._tune.cache import Measured, describe_entries
 from torch_shard._tune.candidates import Candidate, families, variants
-from torch_shard._tune.estimate import Chip, Estimate, Facts, chip_of, estimate, facts_of
+from torch_shard._tune.estimate import Estimate, Facts, estimate, facts_of
 from torch_shard._tune.tuning import GIB
 
 ROOM = 0.5
