@@ -28,7 +28,7 @@ from benchmarks.rows import Row, chosen
 from benchmarks.tpu_counts import Counts, counts_of_text
 from docs.pages import beside
 from docs.pages import table as markdown_table
-from torch_shard._cost import CHIPS
+from torch_shard._cost.chips import CHIPS
 
 PAGE = """## Against steps that others timed
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
-from torch_shard._cost import CHIPS
+from torch_shard._cost.chips import CHIPS
 from torch_shard._cost.exposed import exposed_by_axis
 from torch_shard._cost.hlo import Hlo
 from torch_shard._cost.total import costs_of

@@ -2,7 +2,8 @@
 
 import pytest
 
-from torch_shard._cost import CHIPS, costs_of
+from torch_shard._cost import costs_of
+from torch_shard._cost.chips import CHIPS
 from torch_shard._cost.kernels import REACHED
 
 ROWS, HEADS, TIME, WIDTH = 2, 8, 1024, 128

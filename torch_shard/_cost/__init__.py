@@ -1,6 +1,6 @@
 """What a compiled program costs: memory, cycles, arithmetic, memory traffic, collectives, by module; the preview."""
 
-from torch_shard._cost.chips import CHIPS, Chip, chip_of
+from torch_shard._cost.chips import Chip, chip_of
 from torch_shard._cost.fitting import (
     ProgramMemory,
     TooLarge,

@@ -36,7 +36,7 @@ CHIPS = {
 }
 """By what the kind of a device contains; the longest that fits.
 
-Source: Google Cloud's pages of each TPU, and "How to Scale Your Model" (jax-ml.github.io/scaling-book) on rings and PCIe.
+Source: Google Cloud's pages of each TPU; "How to Scale Your Model" (jax-ml.github.io/scaling-book) on rings and PCIe.
 """
 
 UNKNOWN = Chip(1e12, 100e9, 10e9)
