@@ -197,6 +197,26 @@ def test_where_nothing_fits_the_table_says_what_each_needs(monkeypatch):
         tune(devices=jax.devices()[:1])
 
 
+def test_the_hosts_memory_is_for_what_fits_nowhere_else(monkeypatch):
+    deep = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+
+    def estimates() -> dict[bool, list[Candidate]]:
+        make = functools.partial(ts.make_train_step, deep, loss_fn, optax.adam(0.1))
+        found = Task(make, deep, BATCH, devices=jax.devices()[:2], options={}).estimates
+        return {away: [candidate for candidate in found if candidate.offload == away] for away in (False, True)}
+
+    assert estimates()[True] == []
+    state = 3 * sum(p.nbytes for p in deep.parameters())
+    monkeypatch.setattr("torch_shard._tune.task.memory_of", lambda _: state)
+    found = estimates()[True]
+    assert {candidate.how["offload"] for candidate in found} == {("optimizer", "activations")}
+    mesh = ts.make_mesh(batch=2)
+    fsdp = next(candidate for candidate in found if candidate.axes == (("batch", 2),) and candidate.recipe == "fsdp")
+    step = ts.make_train_step(deep, loss_fn, optax.adam(0.1), **fsdp.options(deep, mesh))
+    _, metrics = step(step.init(seed=0), torch.randn(32, 64))
+    assert float(metrics["loss"]) > 0
+
+
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs TPU's compiler")
 def test_on_tpus_the_best_is_no_slower_than_the_default(monkeypatch):
     monkeypatch.setattr("torch_shard._tune.task.MOST", 2)
