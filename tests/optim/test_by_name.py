@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_shard._optim.by_name import run_by_name
+from torch_shard._optim.vectorize import RowProgram, RowSlot, RowValue
 from torch_shard._sharding.stacked import Layout, Stacks, as_dicts
 
 DEPTH = 4
@@ -219,6 +220,19 @@ def test_effects_happen_once_for_each_name_in_order() -> None:
     jax.block_until_ready(batched(fn, stacked(values())))
     jax.effects_barrier()
     np.testing.assert_allclose(seen, [np.sum(v) for _, v in sorted(values().items())], rtol=1e-4, atol=1e-5)
+
+
+def test_a_chain_longer_than_pythons_stack_is_computed_when_asked() -> None:
+    def longer(x: jax.Array) -> jax.Array:
+        for _ in range(600):
+            x = 1 - x
+        return x
+
+    program = RowProgram()
+    (slot,) = program.add(jax.make_jaxpr(longer)(0.25).jaxpr, [RowSlot(RowValue(jnp.float32(0.25)), None)])
+    program.run_when_asked()
+    assert slot.value.array is None
+    assert float(slot.take()) == 0.25
 
 
 def test_results_that_are_shared_rearranged_or_of_another_type() -> None:

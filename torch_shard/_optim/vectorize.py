@@ -5,6 +5,7 @@
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
@@ -186,12 +187,22 @@ class RowProgram:
 
     def run_when_asked(self) -> None:
         """Compute values when they are asked for; effects, now."""
-        for operation in self.operations:
-            for value in operation.outputs:
-                value.make = operation.run
-        for operation in self.operations:
+        makers = {value: number for number, operation in enumerate(self.operations) for value in operation.outputs}
+
+        def run(number: int) -> None:
+            todo, needed = [number], set[int]()  # no recursion: a chain of operations may be longer than Python's stack
+            while todo:
+                needed.add(at := todo.pop())
+                values = {slot.value for slot in self.operations[at].inputs}
+                todo += {makers[v] for v in values if v.array is None and v in makers} - needed
+            for at in sorted(needed):
+                self.operations[at].run()
+
+        for value, number in makers.items():
+            value.make = functools.partial(run, number)
+        for number, operation in enumerate(self.operations):
             if isinstance(operation, _Operation) and operation.eqn.effects:
-                operation.run()
+                run(number)
 
     def add(self, jaxpr: Jaxpr, inputs: Iterable[RowSlot]) -> list[RowSlot]:
         """Take in a jaxpr."""
