@@ -34,6 +34,7 @@ def test_rows_of_a_chip_are_in_order_and_alike(chip: str) -> None:
 
 
 def test_the_counts_of_a_row_are_those_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JAX_EXEC_TIME_OPTIMIZATION_EFFORT", raising=False)  # which the tests set, for other programs
     monkeypatch.setitem(os.environ, "LIBTPU_INIT_ARGS", PUBLISHED["llama fsdp"].flags)
     found = Counts(**isolated("benchmarks.published:measure", name="llama fsdp", quick=False))
     for name in KEPT:
