@@ -132,6 +132,11 @@ def test_a_state_with_moments_on_the_host_is_proved_saved_and_handed_back(tmp_pa
             restored = checkpoints.restore(each)
         assert_equal(restored.opt_state, state.opt_state)
         assert float(each(restored, tokens(1))[1]["loss"]) == wanted
+    for each, seed in ((whole, 1), (step, 2)):  # straight from one to the other
+        state, metrics = each(state, tokens(seed))
+        kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state)}
+        assert ("pinned_host" in kinds) is (each is step)
+        assert seed == 2 or float(metrics["loss"]) == wanted
 
 
 @pytest.mark.parametrize(("options", "error", "says"), [

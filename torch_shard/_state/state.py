@@ -30,6 +30,7 @@ from torch_shard._sharding import (
     Stacks,
     as_dicts,
     find_spec_faults,
+    is_pinned,
     pinned,
     stack_dicts,
     unsaved_buffers,
@@ -267,10 +268,10 @@ class StateLayout:
         return cast(PyTree, jax.jit(init_opt_state, out_shardings=self.shardings.opt_state)(params))
 
     def normal(self, state: TrainState) -> TrainState:
-        """A state as it is stored: what was replaced by plain dicts is stacked, and numbers are arrays."""
+        """A state as it is stored: dicts as stacks, numbers as arrays, moments in the memory where they are kept."""
         state = as_arrays(state, self.structs)
         if jax.tree.structure(state) == self._structure:
-            return state
+            return dataclasses.replace(state, opt_state=self._in_memory(state.opt_state))
         if isinstance(cast(object, state.step), jax.ShapeDtypeStruct):
             return with_key(self.structs)  # shapes, from before a capture chose this layout: nothing to be moved
         changed: dict[str, Any] = {}
@@ -282,7 +283,18 @@ class StateLayout:
             changed[kind] = self.place(kind, values, taken=taken)
         if jax.tree.structure(state.opt_state) != jax.tree.structure(self.shardings.opt_state):
             changed["opt_state"] = self._store_opt_state(state.opt_state)
+        else:
+            changed["opt_state"] = self._in_memory(state.opt_state)
         return dataclasses.replace(state, **changed)
+
+    def _in_memory(self, opt_state: PyTree) -> PyTree:
+        """The optimizer's state, perhaps of a step with other `offload`: on the host what is kept there."""
+
+        def moved(leaf: Any, own: NamedSharding) -> Any:
+            is_there = not isinstance(leaf, jax.Array) or is_pinned(leaf.sharding) == is_pinned(own)
+            return leaf if is_there else jax.device_put(leaf, own)
+
+        return jax.tree.map(moved, opt_state, self.shardings.opt_state)
 
     def _store_opt_state(self, opt_state: PyTree) -> PyTree:
         stored = stack_dicts(as_dicts(opt_state), self.trained, jnp.stack)
