@@ -107,7 +107,8 @@ class StoredUpdate:
             return update(entry)
         assert self.transfers is not None
         olds = self.transfers.bring(away)
-        found, new = update(entry._replace(slots={**entry.slots, **olds}))
+        entry = jax.lax.optimization_barrier(entry._replace(slots={**entry.slots, **olds}))
+        found, new = jax.lax.optimization_barrier(update(entry))  # as for rows
         return found, {**new, **self.transfers.send({name: new[name] for name in away}, olds)}
 
 
