@@ -88,8 +88,8 @@ def make_train_step(
         offload: What lies in the host's memory while the device does not need it. `"optimizer"`: the moments of
             matrices, brought in and sent back a layer at a time (of optax, all layers of a kind of matrix at a time).
             `"activations"`: what repeated layers keep for their backward pass, by `remat`. Or both, `("optimizer",
-            "activations")`. The numbers are the same, up to rounding; `step.preview(batch)` says what lies where, and what
-            the transfers take.
+            "activations")`. The numbers are the same, up to rounding; `step.preview(batch)` says what lies where, and
+            what the transfers take.
         accumulate_steps: Number of microbatches that each batch is taken in, within one program. The loss is the mean
             of theirs; a metric that is not a floating-point scalar comes as `(accumulate_steps, ...)`. Each device cuts
             its own rows: a loss that is no mean over rows depends on the mesh.
