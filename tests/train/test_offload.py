@@ -118,6 +118,7 @@ def test_a_state_with_moments_on_the_host_is_proved_saved_and_handed_back(tmp_pa
     step, whole = make("adamw", offload=BOTH), make("adamw")
     state, _ = step(step.init(seed=0), tokens(0))
     plain, _ = whole(whole.init(seed=0), tokens(0))
+    assert repr(state) != repr(plain)  # which says what lies on a device
     step.prove(state, tokens(1)).raise_if_different()
     assert_equal(
         state.opt_state.slots["exp_avg"]["layers.2.up.weight"], plain.opt_state.slots["exp_avg"]["layers.2.up.weight"]

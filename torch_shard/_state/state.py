@@ -85,6 +85,7 @@ class TrainState:
     def __repr__(self) -> str:
         counts = [f"{len(getattr(self, kind))} {kind}" for kind in KINDS if getattr(self, kind)]
         arrays = [leaf for leaf in jax.tree.leaves(self) if isinstance(getattr(leaf, "sharding", None), Sharding)]
+        arrays = [leaf for leaf in arrays if not is_pinned(leaf.sharding)]
         size = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in arrays)
         return f"TrainState({', '.join([*self._stands(), *counts, f'{decimal(size)} a device'])})"
 
