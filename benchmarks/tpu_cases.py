@@ -20,7 +20,7 @@ from benchmarks.tpu_llama import Llama
 from benchmarks.tpu_mixtral import TILES, Mixtral, share_of_rows
 from benchmarks.tpu_qwen import TILES as SMALL_TILES
 from benchmarks.tpu_qwen import Qwen
-from benchmarks.tpu_resnet import ResNet
+from benchmarks.tpu_resnet import BASIC, ResNet
 from benchmarks.tpu_vit import Vit
 
 PRECISION: dict[str, Any] = {"compute_dtype": torch.bfloat16}
@@ -215,7 +215,10 @@ def hf_resnet(sizes: ResNet) -> nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     widths, depths = list(sizes.widths), list(sizes.depths)
-    config = ResNetConfig(embedding_size=sizes.stem, hidden_sizes=widths, depths=depths, num_labels=sizes.classes)
+    kind = "basic" if sizes.basic else "bottleneck"
+    config = ResNetConfig(
+        embedding_size=sizes.stem, hidden_sizes=widths, depths=depths, num_labels=sizes.classes, layer_type=kind
+    )
     with torch.device("meta"):
         return ResNetForImageClassification(config)
 
@@ -434,13 +437,12 @@ def _held_out_gpt() -> TpuCase:
     )
 
 
-def _held_out_resnet() -> TpuCase:
-    sizes, found = ResNet(depths=(3, 4, 23, 3)), resnet(quick=False)
-    pixels = torch.empty(256, 3, 192, 192, device="meta")
-    classes = torch.empty(len(pixels), dtype=torch.int64, device="meta")
+def _held_out_resnet(name: str, sizes: ResNet, rows: int, pixels_of_side: int) -> TpuCase:
+    pixels = torch.empty(rows, 3, pixels_of_side, pixels_of_side, device="meta")
+    classes = torch.empty(rows, dtype=torch.int64, device="meta")
     return dataclasses.replace(
-        found,
-        name="ResNet-101, 256 images of 192 x 192",
+        resnet(quick=False),
+        name=f"{name}, {rows} images of {pixels_of_side} x {pixels_of_side}",
         model=lambda: hf_resnet(sizes),
         batch=(pixels, classes),
         rivals={UNROLLED: by_hand(sizes)},
@@ -448,10 +450,26 @@ def _held_out_resnet() -> TpuCase:
     )
 
 
+def _held_out_qwen() -> TpuCase:
+    """Wider experts, and fewer."""
+    sizes = Qwen(layers=4, experts=32, hidden=1536, width=1536, heads=16, chosen=4)
+    return with_many_experts("Qwen3-MoE, 4 layers, 32 experts, 16 x 1024 tokens", hf_qwen, sizes, tokens(16, 1024))
+
+
+def _held_out_gpt_oss() -> TpuCase:
+    """All experts of its 20B, and rows of 4096."""
+    sizes = GptOss(layers=2, experts=32)
+    return with_many_experts("gpt-oss, 2 layers, 32 experts, 2 x 4096 tokens", hf_gpt_oss, sizes, tokens(2, 4096))
+
+
 HELD_OUT: dict[str, Callable[[], TpuCase]] = {
     "llama held out": _held_out_llama,
     "gpt held out": _held_out_gpt,
-    "resnet held out": _held_out_resnet,
+    "resnet held out": lambda: _held_out_resnet("ResNet-101", ResNet(depths=(3, 4, 23, 3)), 256, 192),
+    "resnet small": lambda: _held_out_resnet("ResNet-18", BASIC, 512, 160),
+    "resnet large": lambda: _held_out_resnet("ResNet-152", ResNet(depths=(3, 8, 36, 3)), 128, 288),
+    "qwen held out": _held_out_qwen,
+    "gpt-oss held out": _held_out_gpt_oss,
 }
 """Of other sizes than those that we look at when we choose defaults."""
 

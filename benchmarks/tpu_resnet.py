@@ -1,4 +1,4 @@
-"""ResNet-50 for TPUs by hand: data parallel, channels last, bfloat16 arithmetic, statistics over the whole batch."""
+"""ResNets for TPUs by hand: data parallel, channels last, bfloat16 arithmetic, statistics over the whole batch."""
 
 import dataclasses
 import functools
@@ -25,6 +25,17 @@ class ResNet:
     depths: tuple[int, ...] = (3, 4, 6, 3)
     classes: int = 1000
     dtype: Any = jnp.bfloat16
+    basic: bool = False
+    """Layers of two convolutions of 3 x 3, as ResNet-18 and 34 have them."""
+
+    @property
+    def convolutions(self) -> tuple[tuple[str, int, int], ...]:
+        """Of each layer: name, size of the kernel, and the width of the layer over that of its result."""
+        return (("in", 3, 1), ("out", 3, 1)) if self.basic else (("in", 1, 4), ("mid", 3, 4), ("out", 1, 1))
+
+    def skips(self, stage: int, layer: int) -> bool:
+        """Whether the sum has another convolution of what the layer is given: where width or stride change."""
+        return layer == 0 and (stage > 0 or self.widths[0] != self.stem)
 
     @property
     def _kernels(self) -> dict[str, tuple[int, int, int]]:
@@ -32,10 +43,11 @@ class ResNet:
         found, ins = {"stem": (7, 3, self.stem)}, self.stem
         for stage, (width, depth) in enumerate(zip(self.widths, self.depths, strict=True)):
             for layer in range(depth):
-                name, inner = f"{stage}.{layer}", width // 4
-                found |= {f"{name}.in": (1, ins, inner), f"{name}.mid": (3, inner, inner)}
-                found |= {f"{name}.out": (1, inner, width)} | ({f"{name}.skip": (1, ins, width)} if layer == 0 else {})
-                ins = width
+                name = f"{stage}.{layer}"
+                found |= {f"{name}.skip": (1, ins, width)} if self.skips(stage, layer) else {}
+                for convolution, size, narrower in self.convolutions:
+                    found[f"{name}.{convolution}"] = (size, ins, width // narrower)
+                    ins = width // narrower
         return found
 
     @property
@@ -54,6 +66,10 @@ class ResNet:
         return Rival(functools.partial(_loss, self))
 
 
+BASIC = ResNet(widths=(64, 128, 256, 512), depths=(2, 2, 2, 2), basic=True)
+"""ResNet-18."""
+
+
 def _loss(sizes: ResNet, params: Arrays, buffers: Arrays, batch: Any) -> Any:
     x, classes = batch
     kept: Arrays = {}
@@ -62,10 +78,10 @@ def _loss(sizes: ResNet, params: Arrays, buffers: Arrays, batch: Any) -> Any:
     x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), ((0, 0), (1, 1), (1, 1), (0, 0)))
     for stage, depth in enumerate(sizes.depths):
         for number in range(depth):
-            name, stride = f"{stage}.{number}", 2 if stage and not number else 1
-            skip = layer(f"{name}.skip", x, stride) if not number else x
-            y = jax.nn.relu(layer(f"{name}.in", x))
-            y = jax.nn.relu(layer(f"{name}.mid", y, stride))
+            name, stride, strided = f"{stage}.{number}", 2 if stage and not number else 1, sizes.convolutions[-2][0]
+            y, skip = x, layer(f"{name}.skip", x, stride) if sizes.skips(stage, number) else x
+            for convolution, *_ in sizes.convolutions[:-1]:
+                y = jax.nn.relu(layer(f"{name}.{convolution}", y, stride if convolution == strided else 1))
             x = jax.nn.relu(layer(f"{name}.out", y) + skip)
     pooled = x.mean((1, 2), dtype=jnp.float32).astype(x.dtype)
     logits = pooled @ params["head"].astype(x.dtype) + params["head.bias"].astype(x.dtype)

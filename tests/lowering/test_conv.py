@@ -2,12 +2,10 @@
 
 import re
 
-import numpy as np
 import optax
 import pytest
 import torch
 import torch.nn.functional as F
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from torch import nn
 
@@ -17,8 +15,7 @@ from tests.oracles.derivatives import both
 from tests.oracles.steps import step_of
 from tests.tables.cases import make_mesh
 from torch_shard._cost.total import costs_of
-from torch_shard._lowering.ops import pointwise
-from torch_shard._lowering.rows import RowSplit
+from torch_shard._sharding import plan as plan_module
 
 
 def test_a_batch_norm_of_bfloat16_reads_what_it_normalises_once_for_its_statistics() -> None:
@@ -106,34 +103,24 @@ def test_a_short_depthwise_convolution_of_a_sequence_is_split_by_channels() -> N
     step.prove(step.init(), x).raise_if_different()
 
 
-def one_tap() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(256, 1024, 1, bias=False), nn.ReLU(), nn.Conv2d(1024, 256, 1, bias=False))
-
-
-def one_tap_step(mesh: Mesh, model: nn.Module) -> ts.TrainStep:
-    return step_of(model, optimizer=optax.sgd(0.1, momentum=0.9), mesh=mesh, compute_dtype=torch.bfloat16)
+def bottleneck() -> nn.Module:
+    kernels = (nn.Conv2d(256, 512, 1, bias=False), nn.Conv2d(512, 256, 3, bias=False))
+    return nn.Sequential(kernels[0], nn.ReLU(), kernels[1])
 
 
 @pytest.mark.usefixtures("optimized")
-def test_kernels_of_one_tap_are_read_and_written_as_they_lie_on_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against what XLA makes by itself: a convert and two copies of each (O, I, 1, 1), beside a slow update."""
-    mesh, x = ts.make_mesh(topology="v5e:2x2", batch=4), torch.empty(64, 256, 7, 7, device="meta")
-    with torch.device("meta"):
-        model = one_tap()
-    ours = one_tap_step(mesh, model).preview(x)
-    monkeypatch.setattr(pointwise, "_LANES", 1 << 30)
-    plain = one_tap_step(mesh, model).preview(x)
+def test_kernels_are_read_and_written_as_they_lie_on_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against torch's order, in which XLA:TPU copies each kernel and what an optimizer keeps for it, there and back."""
+    mesh, x = ts.make_mesh(topology="v5e:2x2", batch=4), torch.empty(64, 256, 9, 9, device="meta")
+
+    def preview() -> ts.Preview:
+        with torch.device("meta"):
+            model = bottleneck()
+        step = step_of(model, optimizer=optax.sgd(0.1, momentum=0.9), mesh=mesh, compute_dtype=torch.bfloat16)
+        return step.preview(x)
+
+    ours = preview()
+    monkeypatch.setattr(plan_module, "_kernels", lambda source: {})
+    plain = preview()
     assert ours.collective_bytes == plain.collective_bytes
-    assert ours.cycles < 0.8 * plain.cycles  # 0.60 with libtpu 0.0.42
-
-
-def test_what_tpus_make_of_kernels_of_one_tap_changes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    mesh, model, x = make_mesh((8, 1)), one_tap(), torch.randn(8, 256, 2, 2)
-    found = []
-    for platform in ("cpu", "tpu"):
-        monkeypatch.setattr(RowSplit, "platform", platform)
-        step = one_tap_step(mesh, model)
-        found.append(step(step.init(), x)[0].params)
-    for name, wanted in found[0].items():
-        np.testing.assert_array_equal(found[1][name], wanted)
+    assert ours.cycles < 0.8 * plain.cycles  # 0.63 with libtpu 0.0.42

@@ -8,7 +8,7 @@ import pytest
 import torch
 from jax.sharding import PartitionSpec as P
 
-from torch_shard._sharding.forms import Form, Padded, Pieces
+from torch_shard._sharding.forms import Form, KernelLast, Padded, Pieces
 
 CASES = [  # form, torch's shape and spec, what is stored
     (Pieces(3, dim=0), (12, 8), P("model"), (3, 4, 8), P(None, "model", None)),
@@ -16,6 +16,8 @@ CASES = [  # form, torch's shape and spec, what is stored
     (Pieces(2, dim=1), (4, 8, 6), P("a", ("b", "c")), (4, 2, 4, 6), P("a", None, ("b", "c"), None)),
     (Padded(6, dim=0), (5, 4), P("model"), (6, 4), P("model", None)),
     (Padded(8, dim=-1), (3, 5), P(None, "model"), (3, 8), P(None, "model")),
+    (KernelLast(4), (8, 6, 3, 2), P("model", "batch"), (3, 2, 6, 8), P(None, None, "batch", "model")),
+    (KernelLast(3), (8, 6, 3), P(("model", "batch")), (3, 6, 8), P(None, None, ("model", "batch"))),
 ]  # fmt: skip
 
 
@@ -40,6 +42,7 @@ def test_stored_and_restored(form: Form, shape: tuple[int, ...], spec: P, stored
         (Pieces(3, dim=0), (10, 4), "dim 0 = 10 is not 3 pieces of one size. Give the number that it has."),
         (Pieces(0, dim=0), (10, 4), "an entry has at least one piece"),
         (Pieces(3, dim=2), (12, 4), "the entry has 2 dims, (12, 4). Name one of them."),
+        (KernelLast(3), (4, 5), "the entry has shape (4, 5). Leave it out."),
         (Padded(4, dim=0), (5, 4), "dim 0 = 5 is larger. Give a size of at least 5."),
     ],
 )

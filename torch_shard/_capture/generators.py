@@ -34,7 +34,7 @@ def find_generators(root: object, *, of_data: bool) -> list[Any]:
         root: The object.
         of_data: Whether it gives data: what is in long containers is that, and functions of libraries count as well.
     """
-    found, seen, waiting = list[Any](), dict[int, object](), [root]
+    found, seen, waiting, classes = list[Any](), dict[int, object](), [root], set[type]()
     while waiting and len(seen) < _MOST_OBJECTS:
         value = waiting.pop()
         if id(value) in seen or isinstance(value, _ATOMS):
@@ -43,8 +43,17 @@ def find_generators(root: object, *, of_data: bool) -> list[Any]:
         if isinstance(value, _KINDS):
             found.append(value)
         elif not of_data or not isinstance(value, dict | list | tuple | set | frozenset) or len(value) <= _MOST_ITEMS:
-            waiting += reversed(list(_held_by(value, of_data)))
+            waiting += reversed([*_held_by(value, of_data), *_methods_of(value, classes)])
     return found
+
+
+def _methods_of(value: object, classes: set[type]) -> Iterator[object]:
+    """The functions of an object's class and of those that it derives from, each class once."""
+    if not isinstance(value, types.FunctionType):
+        for cls in type(value).__mro__[:-1]:
+            if cls not in classes:
+                classes.add(cls)
+                yield from (method for method in vars(cls).values() if isinstance(method, types.FunctionType))
 
 
 def _held_by(value: Any, of_data: bool) -> Iterator[object]:
@@ -56,10 +65,8 @@ def _held_by(value: Any, of_data: bool) -> Iterator[object]:
         elif of_data:
             of_module = (each for each in named if getattr(each, "__globals__", None) is value.__globals__)
             yield from (*of_module, *(each for each in named if isinstance(each, _KINDS)))
-        return
-    yield from gc.get_referents(value)
-    for cls in type(value).__mro__[:-1]:
-        yield from (method for method in vars(cls).values() if isinstance(method, types.FunctionType))
+    else:
+        yield from gc.get_referents(value)
 
 
 def state_of(generator: Any) -> Any:

@@ -59,10 +59,10 @@ def run_by_name(
     """
     if not layout.kept:
         return _run(fn, args, layout, transfers)
-    whole, apart = whole_stacks(args), whole_stacks(args, but_pieces=True)
-    shapes = {form.shape: form.stored_shape for form in layout.forms.values() if form.cut is not None}
+    whole, apart = whole_stacks(args), whole_stacks(args, but_rearranged=True)
+    shapes = {form.shape: form.stored_shape for form in layout.forms.values() if form.is_rearranged}
     if shapes and works_by_element(fn, as_dicts(whole), as_dicts(apart), shapes):
-        return keep_stacks(_run(fn, apart, layout.plain, transfers), layout, but_pieces=True)
+        return keep_stacks(_run(fn, apart, layout.plain, transfers), layout, but_rearranged=True)
     return keep_stacks(_run(fn, whole, layout.plain, transfers), layout)
 
 

@@ -196,7 +196,67 @@ class Padded:
         return cast(A, array[tuple(slice(size) for size in shape)])
 
 
-Form: TypeAlias = Pieces | Padded
+@dataclass(frozen=True)
+class KernelLast:
+    """A kernel of a convolution in the order that XLA:TPU computes in: `(O, I, *space)` is kept as `(*space, I, O)`.
+
+    A TPU lays the last two dims of an array out in tiles of 8 x 128. In torch's order these are the kernel's few
+    pixels, so that every step would bring each kernel, and what an optimizer keeps for it, into another order and back.
+
+    Args:
+        ndim: Number of dims of torch's shape.
+
+    Example:
+        >>> from jax.sharding import PartitionSpec as P
+        >>> form = KernelLast(4)
+        >>> form.stored_shape((64, 16, 3, 3)), form.stored_spec(P("model", None, None, None), ndim=4)
+        ((3, 3, 16, 64), P(None, None, None, 'model'))
+    """
+
+    ndim: int
+
+    def find_fault(self, shape: Shape) -> str | None:
+        """Say what keeps this form from an entry, and what to do; None if it fits."""
+        return None if len(shape) == self.ndim > 2 else f"{self}: the entry has shape {shape}. Leave it out."
+
+    def _order(self, ndim: int) -> list[int]:
+        """Which dim of torch's shape each dim of what is kept is; those before a row's own stay in front."""
+        first = ndim - self.ndim
+        return [*range(first), *range(first + 2, ndim), first + 1, first]
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        """The shape that is kept."""
+        return tuple(shape[dim] for dim in self._order(len(shape)))
+
+    def split_shape(self, shape: Shape) -> Shape:
+        """The shape that a spec splits: torch's."""
+        return shape
+
+    def stored_spec(self, spec: PartitionSpec, *, ndim: int) -> PartitionSpec:
+        """The spec that is kept."""
+        parts = _parts(spec, ndim)
+        return PartitionSpec(*(parts[dim] for dim in self._order(ndim)))
+
+    def restored_spec(self, spec: PartitionSpec, *, ndim: int) -> PartitionSpec:
+        """The inverse."""
+        parts = dict(zip(self._order(ndim), _parts(spec, ndim), strict=True))
+        return PartitionSpec(*(parts[dim] for dim in range(ndim)))
+
+    def store(self, array: A) -> A:
+        """The stored form of an array."""
+        return _permuted(array, self._order(array.ndim))
+
+    def restore(self, array: A, shape: Shape) -> A:
+        """The array in torch's shape of a stored one."""
+        order = self._order(len(shape))
+        return _permuted(array, [order.index(dim) for dim in range(len(shape))])
+
+
+def _permuted(array: A, order: list[int]) -> A:
+    return cast(A, array.permute(order) if isinstance(array, torch.Tensor) else array.transpose(order))
+
+
+Form: TypeAlias = Pieces | Padded | KernelLast
 
 
 @dataclass(frozen=True)
@@ -209,7 +269,14 @@ class Kept:
     @functools.cached_property
     def _form(self) -> Form:
         """The form by its dim from the end, so that it is that of a stack of such rows too."""
+        if isinstance(self.form, KernelLast):
+            return self.form
         return replace(self.form, dim=self.form.dim % len(self.shape) - len(self.shape))
+
+    @property
+    def is_rearranged(self) -> bool:
+        """Whether what is kept has the elements of torch's shape and no others, in other dims."""
+        return not isinstance(self.form, Padded)
 
     @property
     def cut(self) -> tuple[int, int] | None:
@@ -227,7 +294,10 @@ class Kept:
 
     def restored_sharding(self, sharding: NamedSharding, *, is_stack: bool = False) -> NamedSharding:
         """The inverse, as far as torch's shape divides."""
-        parts, dim = _parts(sharding.spec, len(self.stored_shape) + is_stack), self._form.dim
+        ndim = len(self.stored_shape) + is_stack
+        if isinstance(self._form, KernelLast):
+            return _with_spec(sharding, self._form.restored_spec(sharding.spec, ndim=ndim))
+        parts, dim = _parts(sharding.spec, ndim), self._form.dim
         if isinstance(self._form, Pieces):
             del parts[len(parts) + dim - 1]
         elif self.shape[dim] % math.prod(sharding.mesh.shape[axis] for axis in axes_of((cast(Any, parts[dim]),))):
@@ -293,7 +363,7 @@ def _check_integers(form: Form) -> None:
             raise TypeError(f"{type(form).__name__}: {field.name} must be a whole number, got {value!r}.")
 
 
-def _find_dim_fault(form: Form, shape: Shape) -> str | None:
+def _find_dim_fault(form: Pieces | Padded, shape: Shape) -> str | None:
     if -len(shape) <= form.dim < len(shape):
         return None
     return f"{form}: the entry has {len(shape)} dims, {shape}. Name one of them."

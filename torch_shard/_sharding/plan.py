@@ -17,6 +17,7 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 from rich.text import Text
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from torch_shard._common.caller import public
@@ -27,7 +28,7 @@ from torch_shard._common.wrappers import unwrapped
 from torch_shard._sharding.activations import Constraint, find_type_fault, resolve_activations
 from torch_shard._sharding.context import Context
 from torch_shard._sharding.entries import group_ties
-from torch_shard._sharding.forms import Form, Padded, Pieces
+from torch_shard._sharding.forms import Form, KernelLast, Padded, Pieces
 from torch_shard._sharding.mesh import axes_of, check_mesh, describe_mesh, describe_spec, find_spec_faults
 from torch_shard._sharding.patterns import make_matcher
 from torch_shard._sharding.pipeline import Pipeline
@@ -63,8 +64,9 @@ class ShardingPlan(InNotebooks):
             the names of attributes, keys or numbers. The others are the compiler's choice.
         stored: Entries of which a step keeps another form than torch's, by rule: `Pieces(3, dim=0)` for a fused
             projection, of which every device then has its part of each piece; `Padded(50304, dim=0)` for a vocabulary
-            that does not divide. Specs, files and what `state.params[name]` gives are for torch's shape; only the
-            arrays within a state have the other one.
+            that does not divide. On TPUs a step keeps kernels of convolutions with their channels last, unasked. Specs,
+            files and what `state.params[name]` gives are for torch's shape; only the arrays within a state have the
+            other one.
         context: Over which axis a step splits the sequence of the batch, and how attention finds all keys; None for
             none.
         pipeline: Over which axis the repeated layers are split into stages; None for none.
@@ -213,12 +215,14 @@ class ShardingPlan(InNotebooks):
         source = unwrapped(source) if isinstance(source, torch.nn.Module) else source
         values = _read(source)
         hits, formed = _hits(self._specs, values), _hits(self._forms, values)
+        rearranged = _kernels(source) if mesh.devices.flat[0].platform == "tpu" else {}
         entries: dict[str, ResolvedEntry] = {}
         faults: dict[str, list[str]] = {}
         for names in group_ties(values, by_identity=isinstance(source, torch.nn.Module)):
             name, key, spec, clash = self._choose(names, hits)
             shape = _get_shape(values[name])
             form, wrong_form = self._choose_form(names, formed)
+            form = form or (rearranged.get(name) if len(names) == 1 else None)
             wrong_form = wrong_form or (form and form.find_fault(shape))
             found = [fault for fault in (clash, wrong_form) if fault]
             if not clash:
@@ -291,6 +295,14 @@ class ShardingPlan(InNotebooks):
         else:
             clash += f' Add a rule for "{name}" itself, or narrow the patterns.'
         return name, key, self._specs[key], clash
+
+
+def _kernels(source: object) -> dict[str, Form]:
+    """The kernels of a model's convolutions, in the form that a TPU computes with."""
+    modules = source.named_modules() if isinstance(source, torch.nn.Module) else ()
+    convolutions = ((path, module) for path, module in modules if isinstance(module, _ConvNd))
+    names = ((f"{path}.weight".lstrip("."), module._parameters.get("weight")) for path, module in convolutions)
+    return {name: KernelLast(weight.ndim) for name, weight in names if weight is not None}
 
 
 def _hits(rules: Mapping[_Rule, object], names: Iterable[str]) -> dict[str, list[_Rule]]:

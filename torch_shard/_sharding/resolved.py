@@ -98,7 +98,7 @@ class ResolvedPlan(InNotebooks, Mapping[str, NamedSharding]):
 
     def __getitem__(self, name: str) -> NamedSharding:
         entry = self.entries[name]
-        if entry.kept is None or entry.kept.cut is not None:
+        if entry.kept is None or not isinstance(entry.form, Padded):
             return entry.sharding
         return entry.kept.restored_sharding(entry.sharding)
 

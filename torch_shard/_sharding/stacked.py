@@ -190,16 +190,16 @@ class Stacks(Mapping[str, PyTree]):
         form, array = self.layout.forms.get(name), self.kept(name)
         return array if form is None else form.in_program(array)
 
-    def whole(self, *, but_pieces: bool = False) -> "Stacks":
-        """The same in torch's form; with `but_pieces`, what is in pieces as it is kept."""
+    def whole(self, *, but_rearranged: bool = False) -> "Stacks":
+        """The same in torch's form; with `but_rearranged`, what has the same elements in other dims as it is kept."""
         if not self.layout.kept:
             return self
         pairs = zip(self.layout.groups, self.arrays, strict=True)
-        return Stacks(self.layout.plain, (self._whole(group, array, but_pieces) for group, array in pairs))
+        return Stacks(self.layout.plain, (self._whole(group, array, but_rearranged) for group, array in pairs))
 
-    def _whole(self, group: Group, array: PyTree, but_pieces: bool) -> PyTree:
+    def _whole(self, group: Group, array: PyTree, but_rearranged: bool) -> PyTree:
         form = self.layout.forms.get(group[0])
-        if form is None or (but_pieces and form.cut is not None):
+        if form is None or (but_rearranged and form.is_rearranged):
             return array
         return form.restore(array, is_stack=len(group) > 1)
 
@@ -296,13 +296,13 @@ def as_dicts(tree: PyTree) -> PyTree:
     return jax.tree.map(as_dict, tree, is_leaf=lambda node: isinstance(node, Stacks))
 
 
-def keep_as(stacks: Stacks, layout: Layout, *, but_pieces: bool = False) -> Stacks:
+def keep_as(stacks: Stacks, layout: Layout, *, but_rearranged: bool = False) -> Stacks:
     """Arrays in torch's form, in the form that a layout has for their names, if they have torch's shape."""
     forms: dict[str, Kept] = {}
     arrays: list[PyTree] = []
     for group, array in zip(stacks.layout.groups, stacks.arrays, strict=True):
         form, is_stack = layout.forms.get(group[0]), len(group) > 1
-        is_kept = form is not None and but_pieces and form.cut is not None
+        is_kept = form is not None and but_rearranged and form.is_rearranged
         if form is not None and (form.is_stored if is_kept else form.is_whole)(array, is_stack=is_stack):
             forms |= dict.fromkeys(group, form)
             array = array if is_kept else form.store(array, is_stack=is_stack)
@@ -310,14 +310,14 @@ def keep_as(stacks: Stacks, layout: Layout, *, but_pieces: bool = False) -> Stac
     return Stacks(Layout.of(stacks.layout.groups, stacks.layout.names, forms, stages=layout.stages), arrays)
 
 
-def whole_stacks(tree: PyTree, *, but_pieces: bool = False) -> PyTree:
+def whole_stacks(tree: PyTree, *, but_rearranged: bool = False) -> PyTree:
     """A pytree with its `Stacks` as `Stacks.whole` gives each."""
-    return _map_stacks(lambda stacks: stacks.whole(but_pieces=but_pieces), tree)
+    return _map_stacks(lambda stacks: stacks.whole(but_rearranged=but_rearranged), tree)
 
 
-def keep_stacks(tree: PyTree, layout: Layout, *, but_pieces: bool = False) -> PyTree:
+def keep_stacks(tree: PyTree, layout: Layout, *, but_rearranged: bool = False) -> PyTree:
     """A pytree with its `Stacks` as `keep_as` gives each."""
-    return _map_stacks(lambda stacks: keep_as(stacks, layout, but_pieces=but_pieces), tree)
+    return _map_stacks(lambda stacks: keep_as(stacks, layout, but_rearranged=but_rearranged), tree)
 
 
 def _map_stacks(change: Callable[[Stacks], Stacks], tree: PyTree) -> PyTree:

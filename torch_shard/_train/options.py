@@ -17,6 +17,7 @@ from torch_shard._optim import check_average, check_clipping, clipped
 from torch_shard._scan import REMAT, LayerOptions, Remat, ScanLayers
 from torch_shard._sharding import (
     Holdings,
+    Padded,
     ResolvedPlan,
     ShardingPlan,
     check_mesh,
@@ -217,7 +218,7 @@ class StepOptions:
         specs = [(name, PartitionSpec(*own.padded_spec, *moment.padded_spec)) for name, own, moment in both]
         cuts = tuple((name, kept.cut) for name, kept in plan.kept.items() if kept.cut is not None)
         rows = self.batch_layout().data_axes
-        padded = {name for name, kept in plan.kept.items() if kept.cut is None}
+        padded = {name for name, kept in plan.kept.items() if isinstance(kept.form, Padded)}
         used = ((name, _in_use(plan, name, rows)) for name in names if name not in padded)
         uses = tuple((name, spec) for name, spec in used if spec is not None)
         # layers differ where any of the two does

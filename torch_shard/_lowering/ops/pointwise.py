@@ -14,8 +14,8 @@ def _is_short(dtype):
     return jnp.issubdtype(dtype, jnp.integer) and jnp.dtype(dtype).itemsize < 4
 
 
-@lowers(aten._to_copy.default, on_mesh=True)
-def to_copy(x, *, dtype=None, split=None, **_):
+@lowers(aten._to_copy.default)
+def to_copy(x, *, dtype=None, **_):
     if dtype is None:
         return x
     target = jax_dtype(dtype)
@@ -23,25 +23,7 @@ def to_copy(x, *, dtype=None, split=None, **_):
         x = x != 0 if target == jnp.bool_ else jnp.real(x)
     if _is_short(target) and jnp.issubdtype(x.dtype, jnp.floating):
         x = x.astype(jnp.int32)  # torch wraps around, where JAX would stop at the largest value
-    is_kernel = x.ndim == 4 and x.shape[2:] == (1, 1) and x.shape[1] % _LANES == 0
-    if is_kernel and split is not None and split.platform == "tpu":
-        return _cast_as_matrix(x, target)
     return x.astype(target)
-
-
-_LANES = 128
-
-
-def _cast_as_matrix(x, target):
-    """Cast a kernel of one tap as the matrix that it is.
-
-    XLA:TPU lays (O, I, 1, 1) out row by row, in which arithmetic is eight times as slow, and casts and writes values
-    of another layout slower yet: what is widened (a gradient) is brought into that layout first, and once.
-    """
-    if jnp.dtype(target).itemsize < x.dtype.itemsize:
-        return jax.lax.optimization_barrier(x.reshape(x.shape[:2])).astype(target).reshape(x.shape)
-    in_lanes = x.astype(target).reshape(len(x), -1, _LANES)
-    return jax.lax.optimization_barrier(in_lanes).reshape(x.shape)
 
 
 def _total_dtype(x, dtype):
