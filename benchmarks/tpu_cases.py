@@ -459,7 +459,7 @@ def _held_out_qwen() -> TpuCase:
 def _held_out_gpt_oss() -> TpuCase:
     """All experts of its 20B, and rows of 4096."""
     sizes = GptOss(layers=2, experts=32)
-    return with_many_experts("gpt-oss, 2 layers, 32 experts, 2 x 4096 tokens", hf_gpt_oss, sizes, tokens(2, 4096))
+    return with_many_experts("gpt-oss, 2 layers, 32 experts, 4 x 4096 tokens", hf_gpt_oss, sizes, tokens(4, 4096))
 
 
 HELD_OUT: dict[str, Callable[[], TpuCase]] = {

@@ -299,10 +299,13 @@ class ShardingPlan(InNotebooks):
 
 def _kernels(source: object) -> dict[str, Form]:
     """The kernels of a model's convolutions, in the form that a TPU computes with."""
-    modules = source.named_modules() if isinstance(source, torch.nn.Module) else ()
-    convolutions = ((path, module) for path, module in modules if isinstance(module, _ConvNd))
-    names = ((f"{path}.weight".lstrip("."), module._parameters.get("weight")) for path, module in convolutions)
-    return {name: KernelLast(weight.ndim) for name, weight in names if weight is not None}
+    found: dict[str, Form] = {}
+    modules: dict[str, torch.nn.Module] = dict(source.named_modules()) if isinstance(source, torch.nn.Module) else {}
+    for path, module in modules.items():
+        weight = module._parameters.get("weight")
+        if isinstance(module, _ConvNd) and weight is not None:
+            found[f"{path}.weight" if path else "weight"] = KernelLast(weight.ndim)
+    return found
 
 
 def _hits(rules: Mapping[_Rule, object], names: Iterable[str]) -> dict[str, list[_Rule]]:

@@ -146,6 +146,7 @@ class StepOptions:
                 f'{caller()}: offload="activations" is not there for a pipeline, whose stages hold the inputs of '
                 'microbatches. Use offload="optimizer", remat="block", or a plan without pipeline.'
             )
+        object.__setattr__(self, "offload", tuple(sorted(set(found))))  # however it was said
 
     @property
     def offloaded(self) -> tuple[str, ...]:
