@@ -1,7 +1,7 @@
 """Plans of how entries are split: rules from names to specs, checked against shapes before anything moves."""
 
 # What a module holds, PyTorch keeps in attributes with an underscore, and annotates in part.
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
