@@ -1,7 +1,7 @@
 """Plans of how entries are split: rules from names to specs, checked against shapes before anything moves."""
 
 # What a module holds, PyTorch keeps in attributes with an underscore, and annotates in part.
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ class ShardingPlan(InNotebooks):
         source = unwrapped(source) if isinstance(source, torch.nn.Module) else source
         values = _read(source)
         hits, formed = _hits(self._specs, values), _hits(self._forms, values)
-        rearranged = _kernels(source) if mesh.devices.flat[0].platform == "tpu" else {}
+        rearranged = _kernels(source, mesh.devices.flat[0].platform)
         entries: dict[str, ResolvedEntry] = {}
         faults: dict[str, list[str]] = {}
         for names in group_ties(values, by_identity=isinstance(source, torch.nn.Module)):
@@ -297,11 +297,12 @@ class ShardingPlan(InNotebooks):
         return name, key, self._specs[key], clash
 
 
-def _kernels(source: object) -> dict[str, Form]:
+def _kernels(source: object, platform: str) -> dict[str, Form]:
     """The kernels of a model's convolutions, in the form that a TPU computes with."""
     found: dict[str, Form] = {}
-    modules: dict[str, torch.nn.Module] = dict(source.named_modules()) if isinstance(source, torch.nn.Module) else {}
-    for path, module in modules.items():
+    if platform != "tpu" or not isinstance(source, torch.nn.Module):
+        return found
+    for path, module in source.named_modules():
         weight = module._parameters.get("weight")
         if isinstance(module, _ConvNd) and weight is not None:
             found[f"{path}.weight" if path else "weight"] = KernelLast(weight.ndim)
