@@ -90,17 +90,16 @@ def instead_of_attribute(owner: Owner | str, name: str, source: str = "") -> Cal
     return lambda fn: ATTRIBUTES.append(Attribute(owner, name, fn, source)) or fn
 
 
-def captured_op(name: str, tags: Sequence[torch.Tag] = ()) -> Callable[[Shapes], Shapes]:
-    """Declare an operator of captures alone, without a kernel.
+def captured_op(name: str, schema: str, tags: Sequence[torch.Tag] = ()) -> Callable[[Shapes], Shapes]:
+    """Declare an operator of captures alone, without a kernel, as `torch.library.define` does.
 
-    The decorated function gives its results on fake tensors; its annotations are the schema.
+    The decorated function gives its results on fake tensors.
     """
 
     def run(*_: object) -> NoReturn:
         raise NotImplementedError(f"{name} is only captured, never run")
 
     def declare(shapes: Shapes) -> Shapes:
-        schema = torch.library.infer_schema(shapes, mutates_args=())
         torch.library.custom_op(name, run, mutates_args=(), schema=schema, tags=tags).register_fake(shapes)
         return shapes
 

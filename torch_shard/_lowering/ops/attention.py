@@ -43,39 +43,24 @@ WHY = "attention"
 """Under this name the notes of nodes say why attention keeps PyTorch's own form."""
 
 
-@captured_op("torch_shard::attention")
-def _attention_shapes(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    segments: list[torch.Tensor],
-    scale: float,
-    band: list[int],
-    seed: list[torch.Tensor],
-    dropout: float,
-    cap: float,
-    sinks: list[torch.Tensor],
-    bias: list[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
+@captured_op(
+    "torch_shard::attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor[] segments, float scale, SymInt[] band, Tensor[] seed, float "
+    "dropout, float cap, Tensor[] sinks, Tensor[] bias) -> (Tensor, Tensor)",
+)
+def _attention_shapes(q, k, v, *_):
     of_total = torch.float64 if q.dtype is torch.float64 else torch.float32
     return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=of_total)
 
 
-@captured_op("torch_shard::attention_backward")
-def _backward_shapes(
-    grad: torch.Tensor,
-    saved: list[torch.Tensor],
-    segments: list[torch.Tensor],
-    scale: float,
-    band: list[int],
-    seed: list[torch.Tensor],
-    dropout: float,
-    cap: float,
-    sinks: list[torch.Tensor],
-    bias: list[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+@captured_op(
+    "torch_shard::attention_backward",
+    "(Tensor grad, Tensor[] saved, Tensor[] segments, float scale, SymInt[] band, Tensor[] seed, float "
+    "dropout, float cap, Tensor[] sinks, Tensor[] bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward_shapes(grad, saved, *about):
     q, k, v = map(torch.empty_like, saved[:3])
-    of_sinks, of_bias = (x[0] if x and x[0].is_floating_point() else q.new_empty(0) for x in (sinks, bias))
+    of_sinks, of_bias = (x[0] if x and x[0].is_floating_point() else q.new_empty(0) for x in about[-2:])
     return q, k, v, torch.empty_like(of_sinks), torch.empty_like(of_bias)
 
 

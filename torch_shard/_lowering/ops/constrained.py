@@ -21,8 +21,8 @@ _FREE = True
 """Written for `PartitionSpec.UNCONSTRAINED`, which no text stands for."""
 
 
-@captured_op("torch_shard::constrained")
-def _alike(x: torch.Tensor, spec: str, gathered: str = "") -> torch.Tensor:
+@captured_op("torch_shard::constrained", '(Tensor x, str spec, str gathered="") -> Tensor')
+def _alike(x, *_):
     return torch.empty_like(x)
 
 
@@ -63,8 +63,8 @@ def spec_apart(text: str, ndim: int, at: int) -> str:
     return _write(PartitionSpec(*parts[:at], None, *parts[at:]))
 
 
-@captured_op("torch_shard::whole_along")
-def _held_whole(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
+@captured_op("torch_shard::whole_along", "(Tensor x, SymInt[] dims) -> Tensor")
+def _held_whole(x, *_):
     return torch.empty_like(x)
 
 

@@ -27,8 +27,8 @@ SPLIT, WHOLE = "split", "whole"
 """How the sequence lies: over the axis of the context, or whole on each device."""
 
 
-@captured_op("torch_shard::laid")
-def _alike(x: torch.Tensor, sequence: str) -> torch.Tensor:
+@captured_op("torch_shard::laid", "(Tensor x, str sequence) -> Tensor")
+def _alike(x, *_):
     return torch.empty_like(x)
 
 

@@ -37,32 +37,21 @@ About = tuple[str, tuple[float, ...], bool, bool]
 Forward = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-@captured_op("torch_shard::experts")
-def _shape(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    matrices: list[torch.Tensor],
-    activation: str,
-    numbers: list[float],
-    interleaved: bool,
-    transposed: bool,
-) -> torch.Tensor:
+@captured_op(
+    "torch_shard::experts",
+    "(Tensor x, Tensor ids, Tensor weights, Tensor[] matrices, str activation, float[] numbers, bool "
+    "interleaved, bool transposed) -> Tensor",
+)
+def _shape(x, *_):
     return x.new_empty(x.shape)
 
 
-@captured_op("torch_shard::experts_backward")
-def _backward_shapes(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    matrices: list[torch.Tensor],
-    activation: str,
-    numbers: list[float],
-    interleaved: bool,
-    transposed: bool,
-) -> list[torch.Tensor]:
+@captured_op(
+    "torch_shard::experts_backward",
+    "(Tensor grad, Tensor x, Tensor ids, Tensor weights, Tensor[] matrices, str activation, float[] numbers, "
+    "bool interleaved, bool transposed) -> Tensor[]",
+)
+def _backward_shapes(grad, x, ids, weights, matrices, *_):
     return [given.new_empty(given.shape) for given in (x, weights, *matrices)]
 
 

@@ -19,8 +19,8 @@ def tensordot(x, y, dims_x, dims_y):
     return jnp.tensordot(x, y, (tuple(dims_x), tuple(dims_y)))
 
 
-@captured_op("torch_shard::einsum")
-def _einsum_shape(x: torch.Tensor, y: torch.Tensor, equation: str) -> torch.Tensor:
+@captured_op("torch_shard::einsum", "(Tensor x, Tensor y, str equation) -> Tensor")
+def _einsum_shape(x, y, equation):
     return torch.einsum(equation, x, y)
 
 

@@ -33,24 +33,20 @@ Mask = torch.Tensor | None
 """Which steps there are, (T, B), of padded sequences: a state passes the others as it is."""
 
 
-@captured_op("torch_shard::recurrence")
-def _recurrence_shapes(
-    kind: str, gates: torch.Tensor, state: Tensors, weights: Tensors, reverse: bool, mask: Mask
-) -> Tensors:
+@captured_op(
+    "torch_shard::recurrence",
+    "(str kind, Tensor gates, Tensor[] state, Tensor[] weights, bool reverse, Tensor? mask) -> Tensor[]",
+)
+def _recurrence_shapes(kind, gates, state, *_):
     return [gates.new_empty(len(gates), *s.shape) for s in state]
 
 
-@captured_op("torch_shard::recurrence_backward")
-def _backward_shapes(
-    kind: str,
-    gates: torch.Tensor,
-    state: Tensors,
-    weights: Tensors,
-    reverse: bool,
-    mask: Mask,
-    outputs: Tensors,
-    grads: Tensors,
-) -> Tensors:
+@captured_op(
+    "torch_shard::recurrence_backward",
+    "(str kind, Tensor gates, Tensor[] state, Tensor[] weights, bool reverse, Tensor? mask, Tensor[] outputs, "
+    "Tensor[] grads) -> Tensor[]",
+)
+def _backward_shapes(kind, gates, state, weights, *_):
     return [torch.empty_like(t) for t in (gates, *state, *weights)]
 
 

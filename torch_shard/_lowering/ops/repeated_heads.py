@@ -18,8 +18,8 @@ from torch_shard._lowering.ops.registry import lowers
 aten, ours = torch.ops.aten, torch.ops.torch_shard
 
 
-@captured_op("torch_shard::first_of_each")
-def _more(x: torch.Tensor, times: int) -> torch.Tensor:
+@captured_op("torch_shard::first_of_each", "(Tensor x, SymInt times) -> Tensor")
+def _more(x, times):
     return x.new_empty(x.shape[0], x.shape[1] * times, *x.shape[2:])
 
 
