@@ -27,8 +27,7 @@ from torch_shard._capture import Seen, annotated, autocast_only, seen_through
 from torch_shard._common.autocast_policy import LOWER
 from torch_shard._common.overrides import captured_op, instead_of, is_plain, is_transformed
 from torch_shard._lowering.ops.attention_blocks import LONG, in_blocks, in_blocks_backward
-from torch_shard._lowering.ops.attention_context import Weights, context_for
-from torch_shard._lowering.ops.attention_kernels import kernel_for
+from torch_shard._lowering.ops.attention_context import Weights, on_mesh
 from torch_shard._lowering.ops.context import current_context, gathered
 from torch_shard._lowering.ops.dropout import MOST_DRAWN, KeptWeights
 from torch_shard._lowering.ops.registry import lowers
@@ -274,24 +273,21 @@ def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, grouped: bool)
 def lowered(q, k, v, segments, scale, band, seed, dropout, cap, sinks, bias, *, split=None):
     """Returns the output, and the logarithm of each row's total weight where the backward pass needs it."""
     segments, about = tuple(segments), {"scale": scale, "band": limits(band), "cap": cap}
-    if (parts := context_for((q, k, v), segments, sinks, Weights(**about, dropout=dropout), split)) is not None:
+    parts = None if bias else on_mesh((q, k, v), segments, sinks, Weights(**about, dropout=dropout), split)
+    if parts is not None:
         return parts.forward(q, k, v, segments, sinks, seed)
-    kernel = None if dropout or bias else kernel_for((q, k, v), segments, split, **about, sinks=sinks)
-    if kernel is None:
-        kept = KeptWeights(q, k, seed[0], dropout) if dropout else None
-        return in_blocks(q, k, v, segments, **about, kept=kept, sinks=sinks, bias=bias)
-    return kernel.forward(q, k, v, segments, sinks)
+    kept = KeptWeights(q, k, seed[0], dropout) if dropout else None
+    return in_blocks(q, k, v, segments, **about, kept=kept, sinks=sinks, bias=bias)
 
 
 @lowers(torch.ops.torch_shard.attention_backward.default, on_mesh=True)
 def lowered_backward(grad, saved, segments, scale, band, seed, dropout, cap, sinks, bias, *, split=None):
     """Gradients of what `lowered` gave, which is among what was saved."""
     qkv, segments, about = saved[:3], tuple(segments), {"scale": scale, "band": limits(band), "cap": cap}
-    none, no_kernel = jnp.zeros(0, qkv[0].dtype), bool(dropout or bias)
-    if (parts := context_for(qkv, segments, sinks, Weights(**about, dropout=dropout), split)) is not None:
+    none = jnp.zeros(0, qkv[0].dtype)
+    parts = None if bias else on_mesh(qkv, segments, sinks, Weights(**about, dropout=dropout), split)
+    if parts is not None:
         found = parts.backward(grad, saved, segments, sinks, seed)
-    elif not no_kernel and (kernel := kernel_for(qkv, segments, split, **about, sinks=sinks)) is not None:
-        found = kernel.backward(grad, saved, segments, sinks)
     else:
         again = jax.lax.optimization_barrier((grad, *seed))[1:]  # nothing drawn is held until then
         kept = KeptWeights(qkv[0], qkv[1], again[0], dropout) if dropout else None
