@@ -169,3 +169,15 @@ def is_transformed(tensors: Sequence[torch.Tensor]) -> bool:
     """Tell whether a transform of torch.func, or forward-mode differentiation, is under way."""
     level = cast(int, torch.autograd.forward_ad._current_level)
     return level >= 0 or any(map(is_functorch_wrapped_tensor, tensors))
+
+
+def gradients_again(
+    results: torch.Tensor | Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    needed: Sequence[object],
+    grads: Sequence[torch.Tensor],
+) -> list[torch.Tensor | None]:
+    """Gradients of the tensors that need one, for a derivative of a derivative."""
+    wanted = [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
+    found = iter(torch.autograd.grad(results, wanted, grads, create_graph=True, materialize_grads=True))
+    return [next(found) if need else None for need in needed]

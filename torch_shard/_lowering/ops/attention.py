@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from torch_shard._capture import Seen, annotated, autocast_only, seen_through
 from torch_shard._common.autocast_policy import LOWER
-from torch_shard._common.overrides import captured_op, instead_of, is_plain, is_transformed
+from torch_shard._common.overrides import captured_op, gradients_again, instead_of, is_plain, is_transformed
 from torch_shard._lowering.ops.attention_blocks import LONG, in_blocks, in_blocks_backward
 from torch_shard._lowering.ops.attention_context import Weights, on_mesh
 from torch_shard._lowering.ops.context import current_context, gathered
@@ -123,11 +123,8 @@ class _Attention(torch.autograd.Function):
             of_biases = [of_bias if x.is_floating_point() else None for x in bias]
             return None, None, *found, *none, *([of_sinks] * len(sinks)), *of_biases
         of_qkv, _, of_sinks, of_bias = _parts(ctx.needs_input_grad[2:], ctx.counts[:4])
-        needed = [*of_qkv, *of_sinks, *of_bias]
-        wanted = [t for t, need in zip((*qkv, *sinks, *bias), needed, strict=True) if need]
-        out = _written_out(form, qkv, seed, sinks, bias)
-        given = iter(torch.autograd.grad(out, wanted, grads[0], create_graph=True))  # for a derivative of this one
-        found = [next(given) if need else None for need in needed]
+        out, needed = _written_out(form, qkv, seed, sinks, bias), (*of_qkv, *of_sinks, *of_bias)
+        found = gradients_again(out, (*qkv, *sinks, *bias), needed, grads[:1])
         return None, None, *found[:3], *none, *found[3:]
 
 

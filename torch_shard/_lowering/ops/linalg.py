@@ -188,9 +188,7 @@ def linalg_lstsq(x, b, rcond=None, *, driver=None):
     return solution, misfit, rank if has_rank else jnp.zeros((0,)), values if has_values else jnp.zeros((0,))
 
 
-@lowers(aten._linalg_eigvals.default)
-def linalg_eigvals(x):
-    return jnp.linalg.eigvals(x)
+lowers(aten._linalg_eigvals.default)(jnp.linalg.eigvals)
 
 
 @lowers(aten._linalg_eigh.default)
