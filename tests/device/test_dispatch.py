@@ -73,6 +73,25 @@ def test_eager_gradients_are_torchs_own() -> None:
         torch.testing.assert_close(a.grad.cpu(), b.grad, rtol=1e-5, atol=1e-5)  # float32, other order of sums
 
 
+DETERMINANTS = {
+    "det": torch.linalg.det,
+    "of a transpose": lambda x: torch.linalg.det(x.mT),
+    "slogdet": lambda x: torch.linalg.slogdet(x @ x.mT + x)[1],
+}
+
+
+@pytest.mark.parametrize("name", DETERMINANTS)
+def test_gradients_of_determinants(name: str) -> None:
+    torch.manual_seed(0)
+    wanted = torch.randn(3, 3, requires_grad=True)
+    found = wanted.detach().to("jax").requires_grad_()
+    compiled = ts.jax_jit(torch.func.grad(DETERMINANTS[name]))(wanted.detach())
+    for x in (wanted, found):
+        DETERMINANTS[name](x).backward()
+    torch.testing.assert_close(found.grad.cpu(), wanted.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(compiled.cpu(), wanted.grad, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("foreach", [False, True])
 def test_a_torch_optimizer_runs_on_the_jax_device(foreach: bool) -> None:
     torch.manual_seed(0)

@@ -14,8 +14,8 @@ import torch_shard as ts
 from torch_shard._cost.total import costs_of
 from torch_shard._lowering.ops import attention_balance, attention_context, attention_kernels
 from torch_shard._lowering.ops.attention_blocks import in_blocks, in_blocks_backward
-from torch_shard._lowering.ops.attention_context import Weights, context_for
-from torch_shard._lowering.ops.attention_kernels import _splash_kernel, kernel_in_context
+from torch_shard._lowering.ops.attention_context import Weights, on_mesh
+from torch_shard._lowering.ops.attention_kernels import _splash_kernel, kernel_on_mesh
 from torch_shard._lowering.ops.dropout import KeptWeights
 from torch_shard._lowering.rows import RowSplit
 from torch_shard._sharding.context import ContextMode
@@ -77,7 +77,7 @@ def on_devices(case: Case) -> Callable[..., Any]:
     weights = Weights(0.3, case.band, case.cap, case.dropout)
 
     def run(grad: Any, qkv: tuple[Any, Any, Any], segments: Any, sinks: Any, seed: Any) -> Any:
-        attention = context_for(qkv, segments, sinks, weights, rows)
+        attention = on_mesh(qkv, segments, sinks, weights, rows)
         assert attention is not None
         out, total = attention.forward(*qkv, segments, sinks, seed if case.dropout else ())
         saved = (*qkv, out, total)
@@ -118,7 +118,7 @@ def test_the_kernel_of_tpus_takes_a_part_of_the_queries(monkeypatch: pytest.Monk
     monkeypatch.setattr(attention_balance, "CHUNK", 128)
     monkeypatch.setattr(attention_balance, "FEWEST", 512)
     monkeypatch.setattr(attention_kernels, "LONG", 256)
-    monkeypatch.setattr(attention_context, "kernel_in_context", functools.partial(kernel_in_context, interpret=True))
+    monkeypatch.setattr(attention_context, "kernel_on_mesh", functools.partial(kernel_on_mesh, interpret=True))
     arrays = jax.tree.map(jnp.asarray, given(case, np.float32, length=length, width=128))
     arrays |= {name: jax.tree.map(lambda x: x.astype(jnp.bfloat16), arrays[name]) for name in ("qkv", "grad")}
     text = jax.jit(on_devices(case)).lower(**arrays).as_text()

@@ -59,6 +59,12 @@ def of_tensors(name: str, y: torch.Tensor) -> torch.Tensor:
     return taken
 
 
+def by_keyword(y: torch.Tensor) -> torch.Tensor:
+    taken = torch.empty_like(y)
+    dist.all_gather_into_tensor(input_tensor=y.detach(), output_tensor=taken, async_op=True).wait()
+    return taken
+
+
 def objects(y: torch.Tensor) -> torch.Tensor:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, {"scale": 2.0})
@@ -79,6 +85,7 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "all_gather_into_tensor": lambda y: of_tensors("all_gather_into_tensor", y),
     "reduce_scatter_tensor": lambda y: of_tensors("reduce_scatter_tensor", y),
     "all_to_all_single": lambda y: of_tensors("all_to_all_single", y),
+    "by keyword": by_keyword,
     "nn.all_reduce": lambda y: dist.nn.all_reduce(y),
     "nn.all_gather": lambda y: dist.nn.functional.all_gather(y)[0],
     "nn.broadcast": lambda y: dist.nn.broadcast(y, 0),

@@ -75,12 +75,6 @@ INTERNALS = (
         "_dispatch_get_all_op_names _dispatch_has_kernel_for_dispatch_key _jit_resolve_packet",
         _OPERATORS,
     ),
-    Internals(
-        "torch.ops.torch_nn",
-        "_linear_cross_entropy_batch_chunked _linear_cross_entropy_batch_chunked_no_reduction",
-        "nn.LinearCrossEntropyLoss",
-        since="2.13",
-    ),
     Internals("torch._C._functorch", "is_functorch_wrapped_tensor maybe_current_level", _FUNC),
     Internals("torch.autograd.forward_ad", "_current_level", _FUNC),
     Internals("torch._functorch.vmap", "_add_batch_dim", _FUNC),

@@ -131,16 +131,15 @@ def _unflatten_sum(node: Node) -> Node | None:
 
 @rewrites(aten.linalg_lu_solve.default)
 def _solve_for_determinant(node: Node) -> None:
-    """The gradient of a determinant solves with the adjoint matrix, given its factors.
+    """The gradient of a determinant solves with the adjoint of what was factored, if that is not the transpose.
 
-    PyTorch factors the transposed matrix where strides favour that, and then solves without the adjoint. JAX arrays
-    have no strides, so our factors are always of the matrix itself.
+    PyTorch factors a real matrix transposed where its strides favour that. JAX arrays have no strides: ours always is.
     """
     factors = args_of(node)[0]
     factors = args_of(factors)[0] if factors.target is aten.add.Tensor else factors  # a singular one is shifted
     is_output = factors.target is operator.getitem
     if is_output and args_of(factors)[0].target in (aten._linalg_det.default, aten._linalg_slogdet.default):
-        node.kwargs = {**node.kwargs, "adjoint": True}
+        node.kwargs = {**node.kwargs, "adjoint": dtype_of(node).is_complex}
 
 
 def _unflattened(node: Node) -> Node | None:

@@ -90,17 +90,16 @@ def instead_of_attribute(owner: Owner | str, name: str, source: str = "") -> Cal
     return lambda fn: ATTRIBUTES.append(Attribute(owner, name, fn, source)) or fn
 
 
-def captured_op(name: str, tags: Sequence[torch.Tag] = ()) -> Callable[[Shapes], Shapes]:
-    """Declare an operator of captures alone, without a kernel.
+def captured_op(name: str, schema: str, tags: Sequence[torch.Tag] = ()) -> Callable[[Shapes], Shapes]:
+    """Declare an operator of captures alone, without a kernel, as `torch.library.define` does.
 
-    The decorated function gives its results on fake tensors; its annotations are the schema.
+    The decorated function gives its results on fake tensors.
     """
 
     def run(*_: object) -> NoReturn:
         raise NotImplementedError(f"{name} is only captured, never run")
 
     def declare(shapes: Shapes) -> Shapes:
-        schema = torch.library.infer_schema(shapes, mutates_args=())
         torch.library.custom_op(name, run, mutates_args=(), schema=schema, tags=tags).register_fake(shapes)
         return shapes
 
@@ -170,3 +169,15 @@ def is_transformed(tensors: Sequence[torch.Tensor]) -> bool:
     """Tell whether a transform of torch.func, or forward-mode differentiation, is under way."""
     level = cast(int, torch.autograd.forward_ad._current_level)
     return level >= 0 or any(map(is_functorch_wrapped_tensor, tensors))
+
+
+def gradients_again(
+    results: torch.Tensor | Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    needed: Sequence[object],
+    grads: Sequence[torch.Tensor],
+) -> list[torch.Tensor | None]:
+    """Gradients of the tensors that need one, for a derivative of a derivative."""
+    wanted = [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
+    found = iter(torch.autograd.grad(results, wanted, grads, create_graph=True, materialize_grads=True))
+    return [next(found) if need else None for need in needed]

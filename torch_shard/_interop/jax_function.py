@@ -107,18 +107,18 @@ _FUNCTIONS: weakref.WeakValueDictionary[int, "_Called | KnownFunction"] = weakre
 """By the number in the graph; each is held by the capture under way, and then by the nodes of the graph."""
 
 
-@captured_op("torch_shard::call")
-def _call_shapes(handle: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def _call_shapes(handle, *_):
     return [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in _FUNCTIONS[handle].results]
 
 
-captured_op("torch_shard::call_for_effect")(_call_shapes)
+for _name in ("call", "call_for_effect"):
+    captured_op(f"torch_shard::{_name}", "(SymInt handle, Tensor[] tensors) -> Tensor[]")(_call_shapes)
 
 has_side_effect(torch.ops.torch_shard.call_for_effect.default)  # dead code to nobody
 
 
-@captured_op("torch_shard::draw_seed", tags=(torch.Tag.nondeterministic_seeded,))
-def _seed_shape(like: torch.Tensor) -> torch.Tensor:
+@captured_op("torch_shard::draw_seed", "(Tensor like) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+def _seed_shape(*_):
     return torch.empty((2,), dtype=torch.uint32, device="cpu")
 
 

@@ -33,8 +33,8 @@ from torch_shard._lowering.ops import (
     untie_gradients,
     world_of_one,
 )
-from torch_shard._lowering.ops.constrained import CONSTRAINED, constrained, spec_apart
-from torch_shard._lowering.ops.context import LAID, SPLIT, OverContext
+from torch_shard._lowering.ops.constrained import CONSTRAINED, LAID, constrained, spec_apart
+from torch_shard._lowering.ops.context import SPLIT, OverContext
 from torch_shard._lowering.own import Own, is_own, own_of, report_own
 from torch_shard._lowering.program import Program, capture_settings
 from torch_shard._lowering.rows import RowSplit

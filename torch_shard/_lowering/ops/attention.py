@@ -25,10 +25,9 @@ import torch.nn.functional as F
 
 from torch_shard._capture import Seen, annotated, autocast_only, seen_through
 from torch_shard._common.autocast_policy import LOWER
-from torch_shard._common.overrides import captured_op, instead_of, is_plain, is_transformed
+from torch_shard._common.overrides import captured_op, gradients_again, instead_of, is_plain, is_transformed
 from torch_shard._lowering.ops.attention_blocks import LONG, in_blocks, in_blocks_backward
-from torch_shard._lowering.ops.attention_context import Weights, context_for
-from torch_shard._lowering.ops.attention_kernels import kernel_for
+from torch_shard._lowering.ops.attention_context import Weights, on_mesh
 from torch_shard._lowering.ops.context import current_context, gathered
 from torch_shard._lowering.ops.dropout import MOST_DRAWN, KeptWeights
 from torch_shard._lowering.ops.registry import lowers
@@ -43,39 +42,24 @@ WHY = "attention"
 """Under this name the notes of nodes say why attention keeps PyTorch's own form."""
 
 
-@captured_op("torch_shard::attention")
-def _attention_shapes(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    segments: list[torch.Tensor],
-    scale: float,
-    band: list[int],
-    seed: list[torch.Tensor],
-    dropout: float,
-    cap: float,
-    sinks: list[torch.Tensor],
-    bias: list[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
+@captured_op(
+    "torch_shard::attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor[] segments, float scale, SymInt[] band, Tensor[] seed, float "
+    "dropout, float cap, Tensor[] sinks, Tensor[] bias) -> (Tensor, Tensor)",
+)
+def _attention_shapes(q, k, v, *_):
     of_total = torch.float64 if q.dtype is torch.float64 else torch.float32
     return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=of_total)
 
 
-@captured_op("torch_shard::attention_backward")
-def _backward_shapes(
-    grad: torch.Tensor,
-    saved: list[torch.Tensor],
-    segments: list[torch.Tensor],
-    scale: float,
-    band: list[int],
-    seed: list[torch.Tensor],
-    dropout: float,
-    cap: float,
-    sinks: list[torch.Tensor],
-    bias: list[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+@captured_op(
+    "torch_shard::attention_backward",
+    "(Tensor grad, Tensor[] saved, Tensor[] segments, float scale, SymInt[] band, Tensor[] seed, float "
+    "dropout, float cap, Tensor[] sinks, Tensor[] bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward_shapes(grad, saved, *about):
     q, k, v = map(torch.empty_like, saved[:3])
-    of_sinks, of_bias = (x[0] if x and x[0].is_floating_point() else q.new_empty(0) for x in (sinks, bias))
+    of_sinks, of_bias = (x[0] if x and x[0].is_floating_point() else q.new_empty(0) for x in about[-2:])
     return q, k, v, torch.empty_like(of_sinks), torch.empty_like(of_bias)
 
 
@@ -139,11 +123,8 @@ class _Attention(torch.autograd.Function):
             of_biases = [of_bias if x.is_floating_point() else None for x in bias]
             return None, None, *found, *none, *([of_sinks] * len(sinks)), *of_biases
         of_qkv, _, of_sinks, of_bias = _parts(ctx.needs_input_grad[2:], ctx.counts[:4])
-        needed = [*of_qkv, *of_sinks, *of_bias]
-        wanted = [t for t, need in zip((*qkv, *sinks, *bias), needed, strict=True) if need]
-        out = _written_out(form, qkv, seed, sinks, bias)
-        given = iter(torch.autograd.grad(out, wanted, grads[0], create_graph=True))  # for a derivative of this one
-        found = [next(given) if need else None for need in needed]
+        out, needed = _written_out(form, qkv, seed, sinks, bias), (*of_qkv, *of_sinks, *of_bias)
+        found = gradients_again(out, (*qkv, *sinks, *bias), needed, grads[:1])
         return None, None, *found[:3], *none, *found[3:]
 
 
@@ -289,24 +270,21 @@ def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, grouped: bool)
 def lowered(q, k, v, segments, scale, band, seed, dropout, cap, sinks, bias, *, split=None):
     """Returns the output, and the logarithm of each row's total weight where the backward pass needs it."""
     segments, about = tuple(segments), {"scale": scale, "band": limits(band), "cap": cap}
-    if (parts := context_for((q, k, v), segments, sinks, Weights(**about, dropout=dropout), split)) is not None:
+    parts = None if bias else on_mesh((q, k, v), segments, sinks, Weights(**about, dropout=dropout), split)
+    if parts is not None:
         return parts.forward(q, k, v, segments, sinks, seed)
-    kernel = None if dropout or bias else kernel_for((q, k, v), segments, split, **about, sinks=sinks)
-    if kernel is None:
-        kept = KeptWeights(q, k, seed[0], dropout) if dropout else None
-        return in_blocks(q, k, v, segments, **about, kept=kept, sinks=sinks, bias=bias)
-    return kernel.forward(q, k, v, segments, sinks)
+    kept = KeptWeights(q, k, seed[0], dropout) if dropout else None
+    return in_blocks(q, k, v, segments, **about, kept=kept, sinks=sinks, bias=bias)
 
 
 @lowers(torch.ops.torch_shard.attention_backward.default, on_mesh=True)
 def lowered_backward(grad, saved, segments, scale, band, seed, dropout, cap, sinks, bias, *, split=None):
     """Gradients of what `lowered` gave, which is among what was saved."""
     qkv, segments, about = saved[:3], tuple(segments), {"scale": scale, "band": limits(band), "cap": cap}
-    none, no_kernel = jnp.zeros(0, qkv[0].dtype), bool(dropout or bias)
-    if (parts := context_for(qkv, segments, sinks, Weights(**about, dropout=dropout), split)) is not None:
+    none = jnp.zeros(0, qkv[0].dtype)
+    parts = None if bias else on_mesh(qkv, segments, sinks, Weights(**about, dropout=dropout), split)
+    if parts is not None:
         found = parts.backward(grad, saved, segments, sinks, seed)
-    elif not no_kernel and (kernel := kernel_for(qkv, segments, split, **about, sinks=sinks)) is not None:
-        found = kernel.backward(grad, saved, segments, sinks)
     else:
         again = jax.lax.optimization_barrier((grad, *seed))[1:]  # nothing drawn is held until then
         kept = KeptWeights(qkv[0], qkv[1], again[0], dropout) if dropout else None

@@ -9,6 +9,7 @@ Shapes: B batch, N heads of the queries, K heads of the keys, T queries, S keys,
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -18,9 +19,10 @@ from jax.sharding import PartitionSpec
 
 from torch_shard._lowering.ops.attention_balance import chunks_of, exchanged, pairs_of, why_unbalanced
 from torch_shard._lowering.ops.attention_blocks import in_blocks, in_blocks_backward, wide
-from torch_shard._lowering.ops.attention_kernels import kernel_in_context
+from torch_shard._lowering.ops.attention_kernels import kernel_on_mesh
 from torch_shard._lowering.ops.dropout import KeptWeights
 from torch_shard._lowering.rows import RowSplit
+from torch_shard._sharding import Context
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,15 +42,18 @@ class Weights:
     dropout: float = 0
 
 
-class InContext:
-    """Attention on the devices of a mesh, over whose context the sequence is split."""
+class OnMesh:
+    """Attention on the devices of a mesh: each has its rows of the batch, its heads, and its part of the sequence.
 
-    def __init__(self, rows: RowSplit, qkv, segments, sinks, weights: Weights) -> None:
-        assert rows.context is not None
+    Without a context the sequence is whole, as where heads are exchanged for it.
+    """
+
+    def __init__(self, rows: RowSplit, qkv, segments, sinks, weights: Weights, context: Context | None) -> None:
         shape, (_, num_key_heads, num_keys, _) = qkv[0].shape, qkv[1].shape
         self._rows, self._weights, self._of = rows, weights, (*shape[:3], num_keys)
-        self._axis, self._mode = rows.context.axis, str(rows.context.mode)
-        self._num = rows.mesh.shape[self._axis]
+        self._axis, self._mode = (context.axis, str(context.mode)) if context else ("", "heads")
+        self._of_context = (context.axis,) if context else ()
+        self._num = rows.size_of(self._of_context)
         self._batch = () if shape[0] % rows.num_shards else rows.axes
         others = rows.other_axes
         self._heads = () if shape[1] % rows.size_of(others) else others
@@ -58,15 +63,16 @@ class InContext:
             shape[1] % (size * self._num) or num_key_heads * self._times % (size * self._num)
         ):
             self._mode = "gather"  # not in a step: a capture refuses it
-        self._split = PartitionSpec(self._batch, self._heads, self._axis)
+        self._split = PartitionSpec(self._batch, self._heads, *self._of_context)
         found, num_heads = None, shape[1] // size
         uneven = self._mode == "ring" and shape[2] != num_keys and weights.band != (None, None)  # blocks do not align
         if not weights.dropout and not uneven:
             about = {**self._about, "num_heads": num_heads, "sinks": sinks}
-            found = kernel_in_context(rows, self._mode, qkv, segments, **about)
+            found = kernel_on_mesh(rows, self._mode, self._of_context, qkv, segments, **about)
         self._kernel, self._extra, self._extra_specs = found or (None, (), ())
-        lengths, has_kernel = (shape[2], num_keys), found is not None
-        why = why_unbalanced(self._mode, lengths, weights.band, self._num, has_kernel=has_kernel)
+        self.has_kernel = found is not None
+        lengths = shape[2], num_keys
+        why = why_unbalanced(self._mode, lengths, weights.band, self._num, has_kernel=self.has_kernel)
         self._num_chunks = 1 if why else 2
 
     def forward(self, q, k, v, segments, sinks, seed):
@@ -90,7 +96,7 @@ class InContext:
     def _mapped(self, fn, splits, out_specs):
         of_rows = PartitionSpec(self._batch)
         whole = self._mode == "heads"
-        of_segments = (of_rows, of_rows) if whole else (PartitionSpec(self._batch, self._axis),) * 2
+        of_segments = (of_rows, of_rows) if whole else (PartitionSpec(self._batch, *self._of_context),) * 2
         of_segments = (of_segments[0], of_rows) if self._mode == "gather" else of_segments
 
         def run(tensors, segments, sinks, seed, extra):
@@ -114,13 +120,13 @@ class InContext:
         return x if self._times == 1 else jnp.repeat(x, self._times, axis=1)
 
     def _of_sinks(self):
-        return (*self._heads, self._axis) if self._mode == "heads" else self._heads
+        return (*self._heads, *self._of_context) if self._mode == "heads" else self._heads
 
     # One device
 
     def _attend(self, q, k, v, segments, sinks, drawn, extra, *, start=None, dtype=None, band=None):
         if self._kernel is not None:
-            kernel = self._kernel(q, k, v, segments, extra, self._places(q.shape[2]), band)
+            kernel = self._kernel(q, k, v, segments, extra, functools.partial(self._places, q.shape[2]), band)
             return kernel.forward(q, k, v, [sink.astype(jnp.float32) for sink in sinks])
         return in_blocks(
             q, k, v, segments, **self._about, kept=self._kept(q, k, drawn, start), sinks=sinks, start=start, dtype=dtype
@@ -129,7 +135,7 @@ class InContext:
     def _attend_back(self, grad, saved, segments, sinks, drawn, extra, *, start=None, dtype=None, band=None):
         if self._kernel is not None:
             q, k, v = saved[:3]
-            kernel = self._kernel(q, k, v, segments, extra, self._places(q.shape[2]), band)
+            kernel = self._kernel(q, k, v, segments, extra, functools.partial(self._places, q.shape[2]), band)
             return kernel.backward(grad, saved, [sink.astype(jnp.float32) for sink in sinks])
         kept = self._kept(saved[0], saved[1], drawn, start)
         return in_blocks_backward(
@@ -162,7 +168,7 @@ class InContext:
         return x if self._num_chunks == 1 else exchanged(x, self._axis, dim)
 
     def _sum_of_sinks(self, grads, sinks, *, over_context):
-        axes = (*self._batch, *((self._axis,) if over_context else ()))
+        axes = (*self._batch, *(self._of_context if over_context else ()))
         return tuple((lax.psum(g, axes) if axes else g).astype(s.dtype) for g, s in zip(grads, sinks, strict=True))
 
     # Gather
@@ -193,10 +199,10 @@ class InContext:
     # Heads
 
     def _to_heads(self, x):
-        return lax.all_to_all(x, self._axis, 1, 2, tiled=True)
+        return lax.all_to_all(x, self._axis, 1, 2, tiled=True) if self._axis else x
 
     def _to_sequence(self, x):
-        return lax.all_to_all(x, self._axis, 2, 1, tiled=True)
+        return lax.all_to_all(x, self._axis, 2, 1, tiled=True) if self._axis else x
 
     def _exchange(self, tensors, segments, sinks, seed, extra):
         q, k, v = map(self._to_heads, tensors)
@@ -293,12 +299,15 @@ def _merged(out, total, more, more_total):
     return (out * mine[..., None] + more * others[..., None]) / both[..., None], highest + jnp.log(both)
 
 
-def context_for(qkv, segments, sinks, weights: Weights, rows: RowSplit | None) -> InContext | None:
-    """Attention of such arrays on the devices of the step; None where no plan splits the sequence, or not evenly."""
-    if rows is None or rows.context is None:
+def on_mesh(qkv, segments, sinks, weights: Weights, rows: RowSplit | None) -> OnMesh | None:
+    """Attention of such arrays by hand on the devices of the step; None where it is the compiler's.
+
+    That is where neither a plan splits the sequence, and evenly, nor there is a kernel.
+    """
+    if rows is None:
         return None
-    q, k, _ = qkv
-    size = rows.mesh.shape[rows.context.axis]
-    if size == 1 or q.shape[2] % size or k.shape[2] % size:
-        return None
-    return InContext(rows, qkv, segments, sinks, weights)
+    context, (q, k, _) = rows.context, qkv
+    size = 1 if context is None else rows.mesh.shape[context.axis]
+    context = None if size == 1 or q.shape[2] % size or k.shape[2] % size else context
+    found = OnMesh(rows, qkv, segments, sinks, weights, context)
+    return found if context is not None or found.has_kernel else None

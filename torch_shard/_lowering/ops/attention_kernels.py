@@ -196,7 +196,7 @@ def _run_splash(others, q, k, v, *sinks):
 
 def splash_of_part(q, k, v, segments, kernel, places, own, *, scale, band):
     """Splash attention of the queries of some places, by what `_splash_kernel` made for all of them, to all keys."""
-    sees_any = _sees_any(segments, band, places)[:, None, :, None] if segments else None
+    sees_any = _sees_any(segments, band, places())[:, None, :, None] if segments else None
 
     def finish(out):
         return out if sees_any is None else jnp.where(sees_any, out, 0)
@@ -235,25 +235,18 @@ def cudnn(q, k, v, segments, *, scale, band, cap=0):
     return Kernel(lambda _, *qkv: run(*qkv), (), lambda *qkv: tuple(map(by_time, qkv)), by_time)
 
 
-def kernel_for(qkv, segments, rows, *, scale, band, cap=0, sinks=()):
-    """The kernel for such arrays on the devices of the step, as an `OnMesh`; None where there is none."""
-    if rows is None or rows.platform not in KERNELS:
-        return None
-    if why_no_kernel(rows.platform, qkv, segments, band, is_plain=not cap and not sinks):
-        return None
-    return OnMesh(rows, functools.partial(KERNELS[rows.platform], scale=scale, band=band, cap=cap))
+def kernel_on_mesh(rows, mode, context, qkv, segments, *, num_heads, scale, band, cap=0, sinks=(), interpret=False):
+    """The kernel for one device, with what it takes besides; None where there is none.
 
-
-def kernel_in_context(rows, mode, qkv, segments, *, num_heads, scale, band, cap=0, sinks=(), interpret=False):
-    """The kernel where the sequence is split too, for one device, with what it takes besides; None where there is none.
+    The sequence is split over the axis of the context, if there is one.
 
     Returns:
-        `(q, k, v, segments, extra, places of the queries, band) -> Kernel`, `extra` and its specs; the band is that of
-        a pair of chunks, which the keys of a ring need.
+        `(q, k, v, segments, extra, what gives the places of the queries, band) -> Kernel`, `extra` and its specs; the
+        band is that of a pair of chunks, which the keys of a ring need.
     """
     if rows.platform not in KERNELS and not interpret:
         return None
-    (q, k, _), num = qkv, rows.mesh.shape[rows.context.axis]
+    (q, k, _), num = qkv, rows.size_of(context)
     platform = "tpu" if interpret else rows.platform
     if why_no_kernel(platform, qkv, segments, band, is_plain=not cap and not sinks):
         return None
@@ -268,7 +261,7 @@ def kernel_in_context(rows, mode, qkv, segments, *, num_heads, scale, band, cap=
     lengths = q.shape[2], k.shape[2]
     balanced = not why_unbalanced(mode, lengths, band, num, has_kernel=True)
     kernel = _splash_kernel(lengths, num_heads, band, cap, num_shards=num, balanced=balanced, interpret=interpret)
-    specs = kernel.manual_sharding_spec(NamedSharding(rows.mesh, PartitionSpec(None, rows.context.axis)))
+    specs = kernel.manual_sharding_spec(NamedSharding(rows.mesh, PartitionSpec(None, *context)))
     return functools.partial(splash_of_part, scale=scale, band=band), kernel, specs
 
 
@@ -339,64 +332,3 @@ def undivided(rows, shape):
         (what, over) for (size, *_), (what, over) in zip(parts, sizes, strict=True) if size % math.prod(over.values())
     ]
     return ", ".join(f"{what} over {', '.join(f'{a}={n}' for a, n in over.items())}" for what, over in found)
-
-
-class OnMesh:
-    """A kernel on the devices of a mesh: each computes its rows of the batch and its heads.
-
-    Args:
-        rows: How the rows lie.
-        make: `(q_BNTD, k_BKSD, v_BKSD, segments) -> Kernel` for one device.
-    """
-
-    def __init__(self, rows, make):
-        self._rows, self._make = rows, make
-
-    def forward(self, q, k, v, segments, sinks=()):
-        """The output, and what `Kernel.forward` gives besides."""
-        split = self._split(q)
-
-        def run(q, k, v, segments, sinks):
-            return self._make(q, k, v, segments).forward(q, k, v, [sink.astype(jnp.float32) for sink in sinks])
-
-        out = self._mapped(run, [split] * 3, (segments, sinks), (split, split))
-        return out(q, self._spread(k, q), self._spread(v, q), segments, tuple(sinks))
-
-    def backward(self, grad, saved, segments, sinks=()):
-        """Gradients of q, k, v and of each sink, of `saved = (q, k, v, out, log_total)`."""
-        q, k, v, *results = saved
-        split = self._split(q)
-
-        def pull(grad, q, k, v, *rest):
-            *results, segments, sinks = rest
-            wide = [sink.astype(jnp.float32) for sink in sinks]
-            found = self._make(q, k, v, segments).backward(grad, (q, k, v, *results), wide)
-            of_sinks = (jax.lax.psum(g, split[0]) if split[0] else g for g in found[3:])
-            return *found[:3], *(g.astype(sink.dtype) for g, sink in zip(of_sinks, sinks, strict=True))
-
-        out_specs = (*(split,) * 3, *(PartitionSpec(split[1]),) * len(sinks))
-        grads = self._mapped(pull, [split] * 6, (segments, sinks), out_specs)
-        of_q, *found = grads(grad, q, self._spread(k, q), self._spread(v, q), *results, segments, tuple(sinks))
-        others = (x.reshape(*k.shape[:2], -1, *x.shape[2:]).sum(2) for x in found[:2])
-        return of_q, *others, *found[2:]
-
-    def _mapped(self, fn, splits, others, out_specs):
-        (segments, sinks), of_rows, of_heads = others, PartitionSpec(splits[0][0]), PartitionSpec(splits[0][1])
-        in_specs = (*splits, (of_rows,) * len(segments), (of_heads,) * len(sinks))
-        fn = jax.default_matmul_precision("default")(fn)  # kernels of half precision have no other
-        return jax.shard_map(fn, mesh=self._rows.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-    def _heads(self, q):
-        """The axes of the mesh over which heads are split, and their number of devices."""
-        others = self._rows.other_axes
-        size = math.prod(self._rows.mesh.shape[axis] for axis in others)
-        return ((), 1) if q.shape[1] % size else (others, size)
-
-    def _split(self, q):
-        batch = () if len(q) % self._rows.num_shards else self._rows.axes
-        return PartitionSpec(batch, self._heads(q)[0])
-
-    def _spread(self, x, q):
-        """The heads of keys, each so often that they divide over the axes."""
-        _, size = self._heads(q)
-        return jnp.repeat(x, size // math.gcd(x.shape[1], size), axis=1)

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from torch_shard._common.fx import args_of, operator_name, shape_of
 from torch_shard._common.overrides import captured_op
+from torch_shard._common.types import Operator
 from torch_shard._lowering.constraints import RESULT, ROWS, SEQUENCE, Constraint, Found, dim_of, lies, whole_along
 from torch_shard._lowering.ops.registry import lowers
 from torch_shard._lowering.rows import RowSplit
@@ -21,20 +22,35 @@ _FREE = True
 """Written for `PartitionSpec.UNCONSTRAINED`, which no text stands for."""
 
 
-@captured_op("torch_shard::constrained")
-def _alike(x: torch.Tensor, spec: str, gathered: str = "") -> torch.Tensor:
-    return torch.empty_like(x)
+for _name, _schema in {
+    "constrained": '(Tensor x, str spec, str gathered="") -> Tensor',
+    "whole_along": "(Tensor x, SymInt[] dims) -> Tensor",
+    "laid": "(Tensor x, str sequence) -> Tensor",
+}.items():
+    captured_op(f"torch_shard::{_name}", _schema)(lambda x, *_: torch.empty_like(x))
+
+CONSTRAINED = torch.ops.torch_shard.constrained.default
+WHOLE_ALONG = torch.ops.torch_shard.whole_along.default
+LAID = torch.ops.torch_shard.laid.default
 
 
-class _Constrained(torch.autograd.Function):
+@lowers(CONSTRAINED, WHOLE_ALONG, LAID)
+def same(x: jax.Array, *_: object) -> jax.Array:
+    """The same array: how it lies is a constraint of the node."""
+    return x
+
+
+class Laid(torch.autograd.Function):
+    """A tensor laid out by such an operator, with these arguments; its gradient with others."""
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, spec: str, gathered: str, is_gradient: bool) -> torch.Tensor:
-        ctx.given = spec, gathered, not is_gradient
-        return torch.ops.torch_shard.constrained(x, spec, gathered if is_gradient else "")
+    def forward(ctx: Any, x: torch.Tensor, operator: Operator, own: tuple, of_gradient: tuple) -> torch.Tensor:
+        ctx.given = operator, of_gradient, own
+        return operator(x, *own)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return _Constrained.apply(grads[0], *ctx.given), None, None, None
+        return Laid.apply(grads[0], *ctx.given), None, None, None
 
 
 def constrained(x: torch.Tensor, spec: PartitionSpec, gathered: Sequence[str] = ()) -> torch.Tensor:
@@ -45,7 +61,8 @@ def constrained(x: torch.Tensor, spec: PartitionSpec, gathered: Sequence[str] = 
         spec: At most one part for each dim, which it divides; `PartitionSpec.UNCONSTRAINED` leaves one to the compiler.
         gathered: Axes over which its gradient, which is split in the same way, is gathered then.
     """
-    return _Constrained.apply(x, _write(spec), json.dumps(gathered) if gathered else "", False)  # pyright: ignore
+    own, of_gradient = (_write(spec), ""), (_write(spec), json.dumps(gathered) if gathered else "")
+    return Laid.apply(x, CONSTRAINED, own, of_gradient)  # pyright: ignore
 
 
 def _write(spec: PartitionSpec) -> str:
@@ -61,21 +78,6 @@ def spec_apart(text: str, ndim: int, at: int) -> str:
     """The spec of a value as that of its pieces, which have a dim of their own before dim `at`: each is split alike."""
     parts = [*_read(text), *(None for _ in range(ndim - len(_read(text))))]
     return _write(PartitionSpec(*parts[:at], None, *parts[at:]))
-
-
-@captured_op("torch_shard::whole_along")
-def _held_whole(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-CONSTRAINED = torch.ops.torch_shard.constrained.default
-WHOLE_ALONG = torch.ops.torch_shard.whole_along.default
-
-
-@lowers(CONSTRAINED, WHOLE_ALONG)
-def same(x: jax.Array, *_: object) -> jax.Array:
-    """The same array: how it lies is a constraint of the node."""
-    return x
 
 
 @lies(WHOLE_ALONG)

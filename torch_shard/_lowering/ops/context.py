@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import torch
 from jax.sharding import Mesh, PartitionSpec
 from torch.fx import Node
@@ -17,35 +16,13 @@ from torch.fx import Node
 from torch_shard._capture import current_mode
 from torch_shard._common.caller import caller
 from torch_shard._common.fx import args_of, shape_of
-from torch_shard._common.overrides import captured_op
 from torch_shard._lowering.constraints import RESULT, ROWS, Constraint, Found, dim_of, lies
-from torch_shard._lowering.ops.registry import lowers
+from torch_shard._lowering.ops.constrained import LAID, Laid
 from torch_shard._lowering.rows import RowSplit
 from torch_shard._sharding import Context
 
 SPLIT, WHOLE = "split", "whole"
 """How the sequence lies: over the axis of the context, or whole on each device."""
-
-
-@captured_op("torch_shard::laid")
-def _alike(x: torch.Tensor, sequence: str) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-LAID = torch.ops.torch_shard.laid.default
-
-
-class _Laid(torch.autograd.Function):
-    """A tensor, laid out in one way, its gradient in another."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sequence: str, of_gradient: str) -> torch.Tensor:
-        ctx.ways = of_gradient, sequence
-        return torch.ops.torch_shard.laid(x, sequence)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return _Laid.apply(grads[0], *ctx.ways), None, None
 
 
 class OverContext:
@@ -91,15 +68,9 @@ def gathered(
     """What attention takes: queries of a part of the sequence, keys and values of all."""
     if current_context() is None or min(query.ndim, key.ndim, value.ndim) < 3:
         return query, key, value
-    q: Any = _Laid.apply(query, SPLIT, SPLIT)
-    k, v = (_Laid.apply(x, WHOLE, SPLIT) for x in (key, value))
+    q: Any = Laid.apply(query, LAID, (SPLIT,), (SPLIT,))
+    k, v = (Laid.apply(x, LAID, (WHOLE,), (SPLIT,)) for x in (key, value))
     return q, k, v  # pyright: ignore[reportReturnType]
-
-
-@lowers(LAID)
-def laid(x: jax.Array, sequence: str) -> jax.Array:
-    """The same array, (..., heads, sequence, width): how it lies is a constraint of the node."""
-    return x
 
 
 @lies(LAID)

@@ -1,6 +1,7 @@
 """Convolution and pooling, forward and backward."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -154,40 +155,19 @@ def _pool_settings(kernel, stride, padding, dilation=1, ceil_mode=False):
 
 
 def _windows(shape, kernel, stride, padding, dilation, ceil_mode):
-    """Flat input index of every element of every window, -1 for padding: (number of windows, window size)."""
-    per_dim, counts = [], _num_windows(shape, kernel, stride, padding, dilation, ceil_mode)
+    """Along each dim, the index of every element of every window, (windows, elements): -1 for padding."""
+    counts = _num_windows(shape, kernel, stride, padding, dilation, ceil_mode)
     for size, k, s, p, d, count in zip(shape, kernel, stride, padding, dilation, counts, strict=True):
-        index = np.arange(count)[:, None] * s - p + np.arange(k)[None] * d
-        per_dim.append(np.where((index >= 0) & (index < size), index, -1))
-    rank = len(shape)
-    flat = np.zeros((), np.int64)
-    valid = np.ones((), bool)
-    for axis, index in enumerate(per_dim):
-        spread = index.reshape(
-            [index.shape[0] if i == axis else 1 for i in range(rank)]
-            + [index.shape[1] if i == axis else 1 for i in range(rank)]
-        )
-        flat, valid = flat * shape[axis] + spread, valid & (spread >= 0)
-    flat = np.where(valid, flat, -1).reshape(int(np.prod(counts)), -1)
-    return flat, counts
-
-
-def flatten_space(x, rank):
-    return x.reshape(*x.shape[:-rank], int(np.prod(x.shape[-rank:])))
+        index = np.arange(count, dtype=np.int32)[:, None] * s - p + np.arange(k, dtype=np.int32) * d
+        yield np.where((index >= 0) & (index < size), index, -1)
 
 
 @lowers(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
 def max_pool_with_indices(x, kernel, stride=(), padding=0, dilation=1, ceil_mode=False):
     """Values and flat indices of the first largest element of each window; what nobody reads XLA does not compute."""
     settings = _pool_settings(kernel, stride, padding, dilation, ceil_mode)
-    rank = len(settings[0])
-    index, counts = _windows(x.shape[-rank:], *settings)
-    flat, lowest = flatten_space(x, rank), _lowest(x)
-    windows = jnp.where(index >= 0, flat[..., np.maximum(index, 0)], lowest)
-    best = jnp.argmax(windows, axis=-1)
-    where = jnp.take_along_axis(jnp.broadcast_to(index, windows.shape), best[..., None], -1)[..., 0]
-    where = where.reshape(*x.shape[:-rank], *counts).astype(jax_dtype(torch.int64))
-    return _reduce_windows(x, lowest, jax.lax.max, settings), where
+    _, where = _largest(x, list(_windows(x.shape[-len(settings[0]) :], *settings)))
+    return _reduce_windows(x, _lowest(x), jax.lax.max, settings), where
 
 
 def _lowest(x):
@@ -199,16 +179,21 @@ def max_pool_with_indices_backward(grad, x, kernel, stride, padding, dilation, c
     """To the first largest element of each window; without the indices, where XLA has an operator for it."""
     settings = _pool_settings(kernel, stride, padding, dilation, ceil_mode)
     if any(step != 1 for step in settings[3]):
-        return scatter_back(grad, x, indices, len(settings[0]))
+        return _scatter_back(len(settings[0]), grad, x, indices)
     return local_vjp(lambda x: _reduce_windows(x, _lowest(x), jax.lax.max, settings), x, cotangent=grad)[1][0]
 
 
-def scatter_back(grad, x, indices, rank):
-    """Each gradient to the place that its value came from."""
-    rows, pooled = int(np.prod(x.shape[:-rank])), int(np.prod(grad.shape[-rank:]))
-    flat = jnp.zeros((rows, int(np.prod(x.shape[-rank:]))), grad.dtype)
-    row = jnp.arange(rows)[:, None]
-    return flat.at[row, indices.reshape(rows, pooled)].add(grad.reshape(rows, pooled)).reshape(x.shape)
+def _scatter_back(rank, grad, x, *others):
+    """Each gradient to the place that its value came from, as the last argument says."""
+    rows, pooled = math.prod(x.shape[:-rank]), math.prod(grad.shape[-rank:])
+    flat = jnp.zeros((rows, math.prod(x.shape[-rank:])), grad.dtype)
+    places = jnp.arange(rows)[:, None], others[-1].reshape(rows, pooled)
+    return flat.at[places].add(grad.reshape(rows, pooled)).reshape(x.shape)
+
+
+for _rank in (2, 3):
+    for _pool in ("adaptive_max_pool", "fractional_max_pool"):
+        lowers(getattr(aten, f"{_pool}{_rank}d_backward").default)(functools.partial(_scatter_back, _rank))
 
 
 @lowers(aten.avg_pool2d.default, aten.avg_pool3d.default)
@@ -251,34 +236,34 @@ def adaptive_avg_pool(x, output_size):
     return x
 
 
-@lowers(aten._adaptive_avg_pool2d_backward.default)
-def adaptive_avg_pool2d_backward(grad, x):
-    return local_vjp(lambda x: adaptive_avg_pool(x, grad.shape[-2:]), x, cotangent=grad)[1][0]
+def _adaptive_avg_pool_backward(rank, grad, x):
+    return local_vjp(lambda x: adaptive_avg_pool(x, grad.shape[-rank:]), x, cotangent=grad)[1][0]
 
 
-@lowers(aten._adaptive_avg_pool3d_backward.default)
-def adaptive_avg_pool3d_backward(grad, x):
-    return local_vjp(lambda x: adaptive_avg_pool(x, grad.shape[-3:]), x, cotangent=grad)[1][0]
+for _rank in (2, 3):
+    _backward = functools.partial(_adaptive_avg_pool_backward, _rank)
+    lowers(getattr(aten, f"_adaptive_avg_pool{_rank}d_backward").default)(_backward)
 
 
-def _largest(x, index, rank):
-    """Values and indices of the largest of each window; `index` is (..., window, element of it), -1 for none."""
-    flat = flatten_space(x, rank)
-    lowest = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
-    index = jnp.broadcast_to(index, (*flat.shape[:-1], *index.shape[-2:]))
-    gathered = jnp.take_along_axis(flat[..., None, :], jnp.maximum(index, 0), -1)
-    windows = jnp.where(index >= 0, gathered, lowest)
+def _largest(x, per_dim):
+    """Values of the last dims and their flat indices, of the first largest element of each window.
+
+    By dim, the indices of windows are (..., windows, elements), -1 for what is no element.
+    """
+    space, sizes = x.shape[-len(per_dim) :], [index.shape[-2] for index in per_dim]
+    index, lead = _combine(per_dim, space), x.shape[: x.ndim - len(per_dim)]
+    flat = x.reshape(*lead, math.prod(space))
+    index = jnp.broadcast_to(index, (*lead, *index.shape[-2:]))
+    windows = jnp.where(index >= 0, jnp.take_along_axis(flat[..., None, :], jnp.maximum(index, 0), -1), _lowest(x))
     best = jnp.argmax(windows, axis=-1)[..., None]
-    return tuple(jnp.take_along_axis(values, best, -1)[..., 0] for values in (windows, index))
+    values, where = (jnp.take_along_axis(of, best, -1).reshape(*lead, *sizes) for of in (windows, index))
+    return values, where.astype(jax_dtype(torch.int64))
 
 
 def _combine(per_dim, shape):
     """Flat index of every element of every window from the indices by dim, each (..., windows, elements)."""
-    flat = None
-    for index, size in zip(per_dim, shape, strict=True):
-        if flat is None:
-            flat = index
-            continue
+    flat, *others = per_dim
+    for index, size in zip(others, shape[1:], strict=True):
         pairs = jnp.where(
             (flat[..., :, None, :, None] >= 0) & (index[..., None, :, None, :] >= 0),
             flat[..., :, None, :, None] * size + index[..., None, :, None, :],
@@ -299,10 +284,8 @@ def _adaptive_windows(size, out):
 
 @lowers(aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default)
 def adaptive_max_pool(x, output_size):
-    rank = len(output_size)
-    space = x.shape[-rank:]
-    per_dim = [_adaptive_windows(size, out) for size, out in zip(space, output_size, strict=True)]
-    return _shaped(x, _largest(x, _combine(per_dim, space), rank), output_size)
+    space = x.shape[-len(output_size) :]
+    return _largest(x, list(map(_adaptive_windows, space, output_size)))
 
 
 @lowers(aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default)
@@ -317,7 +300,7 @@ def fractional_max_pool(x, kernel_size, output_size, random_samples):
         for draw, *sizes in zip(order, space, output_size, kernel_size, strict=True)
     ]
     per_dim = [s[..., None] + jnp.arange(k) for s, k in zip(starts, kernel_size, strict=True)]
-    return _shaped(x, _largest(x, _combine(per_dim, space), rank), output_size)
+    return _largest(x, per_dim)
 
 
 def _fractional_starts(sample, size, out, kernel):
@@ -326,27 +309,6 @@ def _fractional_starts(sample, size, out, kernel):
     starts = (steps * np.asarray(alpha, sample.dtype)).astype(jnp.int32)
     starts -= (sample * np.asarray(alpha, sample.dtype)).astype(jnp.int32)[..., None]
     return starts.at[..., -1].set(size - kernel)
-
-
-def _shaped(x, values_and_indices, output_size):
-    values, indices = values_and_indices
-    shape = (*x.shape[: x.ndim - len(output_size)], *output_size)
-    return values.reshape(shape), indices.reshape(shape).astype(jax_dtype(torch.int64))
-
-
-@lowers(aten.adaptive_max_pool2d_backward.default)
-def adaptive_max_pool2d_backward(grad, x, indices):
-    return scatter_back(grad, x, indices, 2)
-
-
-@lowers(aten.adaptive_max_pool3d_backward.default)
-def adaptive_max_pool3d_backward(grad, x, indices):
-    return scatter_back(grad, x, indices, 3)
-
-
-@lowers(aten.fractional_max_pool2d_backward.default, aten.fractional_max_pool3d_backward.default)
-def fractional_max_pool_backward(grad, x, kernel_size, output_size, indices):
-    return scatter_back(grad, x, indices, len(output_size))
 
 
 @lowers(

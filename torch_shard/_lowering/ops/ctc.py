@@ -15,22 +15,19 @@ from torch_shard._common.overrides import captured_op, instead_of
 from torch_shard._lowering.ops.registry import lowers
 
 
-@captured_op("torch_shard::ctc")
-def _ctc_shape(
-    logp: torch.Tensor, targets: torch.Tensor, steps: torch.Tensor, num_labels: torch.Tensor, blank: int
-) -> torch.Tensor:
+@captured_op(
+    "torch_shard::ctc",
+    "(Tensor logp, Tensor targets, Tensor steps, Tensor num_labels, SymInt blank) -> Tensor",
+)
+def _ctc_shape(logp, *_):
     return logp.new_empty(logp.shape[1])
 
 
-@captured_op("torch_shard::ctc_backward")
-def _ctc_backward_shape(
-    grad: torch.Tensor,
-    logp: torch.Tensor,
-    targets: torch.Tensor,
-    steps: torch.Tensor,
-    num_labels: torch.Tensor,
-    blank: int,
-) -> torch.Tensor:
+@captured_op(
+    "torch_shard::ctc_backward",
+    "(Tensor grad, Tensor logp, Tensor targets, Tensor steps, Tensor num_labels, SymInt blank) -> Tensor",
+)
+def _ctc_backward_shape(grad, logp, *_):
     return torch.empty_like(logp)
 
 

@@ -33,13 +33,13 @@ PIECES, _LONGEST = 4, 128
 """Pieces of a group, and rows of the longest: those of a block of attention."""
 
 
-@captured_op("torch_shard::seed", tags=(torch.Tag.nondeterministic_seeded,))
-def _two_words() -> torch.Tensor:
+@captured_op("torch_shard::seed", "() -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+def _two_words():
     return torch.empty(2, dtype=torch.int32)
 
 
-@captured_op("torch_shard::kept")
-def _booleans(seed: torch.Tensor, shape: list[int], dropout: float) -> torch.Tensor:
+@captured_op("torch_shard::kept", "(Tensor seed, SymInt[] shape, float dropout) -> Tensor")
+def _booleans(seed, shape, *_):
     return seed.new_empty(shape, dtype=torch.bool)
 
 

@@ -25,7 +25,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from torch import nn
 
-from torch_shard._common.overrides import captured_op, digest_of, instead_of_attribute, is_transformed
+from torch_shard._common.overrides import captured_op, digest_of, gradients_again, instead_of_attribute, is_transformed
 from torch_shard._lowering.ops.expert_blocks import Gate, experts_backward, experts_forward, sort_slots
 from torch_shard._lowering.ops.expert_dispatch import Exchange, Sizes, find_exchange, find_route
 from torch_shard._lowering.ops.registry import lowers
@@ -37,32 +37,21 @@ About = tuple[str, tuple[float, ...], bool, bool]
 Forward = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-@captured_op("torch_shard::experts")
-def _shape(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    matrices: list[torch.Tensor],
-    activation: str,
-    numbers: list[float],
-    interleaved: bool,
-    transposed: bool,
-) -> torch.Tensor:
+@captured_op(
+    "torch_shard::experts",
+    "(Tensor x, Tensor ids, Tensor weights, Tensor[] matrices, str activation, float[] numbers, bool "
+    "interleaved, bool transposed) -> Tensor",
+)
+def _shape(x, *_):
     return x.new_empty(x.shape)
 
 
-@captured_op("torch_shard::experts_backward")
-def _backward_shapes(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    matrices: list[torch.Tensor],
-    activation: str,
-    numbers: list[float],
-    interleaved: bool,
-    transposed: bool,
-) -> list[torch.Tensor]:
+@captured_op(
+    "torch_shard::experts_backward",
+    "(Tensor grad, Tensor x, Tensor ids, Tensor weights, Tensor[] matrices, str activation, float[] numbers, "
+    "bool interleaved, bool transposed) -> Tensor[]",
+)
+def _backward_shapes(grad, x, ids, weights, matrices, *_):
     return [given.new_empty(given.shape) for given in (x, weights, *matrices)]
 
 
@@ -80,11 +69,9 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, ids, weights, *matrices = ctx.saved_tensors
         needed = [need for i, need in enumerate(ctx.needs_input_grad[1:]) if i != 1]
-        if torch.is_grad_enabled():  # for a derivative of this derivative
-            wanted = [t for t, need in zip((x, weights, *matrices), needed, strict=True) if need]
+        if torch.is_grad_enabled():
             out = _by_grouped_products(x, ids, weights, matrices, _gate(*ctx.about))
-            given = iter(torch.autograd.grad(out, wanted, grads[0], create_graph=True))
-            found = [next(given) if need else None for need in needed]
+            found = gradients_again(out, (x, weights, *matrices), needed, grads)
         else:
             each = torch.ops.torch_shard.experts_backward(grads[0], x, ids, weights, matrices, *ctx.about)
             found = [grad if need else None for grad, need in zip(each, needed, strict=True)]

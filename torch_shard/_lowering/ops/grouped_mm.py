@@ -15,8 +15,8 @@ aten = torch.ops.aten
 _FUNCTION: Any = vars(torch)["_grouped_mm"]  # behind torch.nn.functional.grouped_mm
 
 
-@captured_op("torch_shard::grouped_mm")
-def _grouped_shape(x: torch.Tensor, y: torch.Tensor, offs: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+@captured_op("torch_shard::grouped_mm", "(Tensor x, Tensor y, Tensor? offs, ScalarType dtype) -> Tensor")
+def _grouped_shape(x, y, offs, dtype):
     groups = () if offs is None or (x.ndim, y.ndim) != (2, 2) else (len(offs),)
     batch = (len(x),) if x.ndim == y.ndim == 3 else ()
     return torch.empty((*groups, *batch, x.shape[-2], y.shape[-1]), dtype=dtype, device="cpu")

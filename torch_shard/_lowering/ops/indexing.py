@@ -1,5 +1,7 @@
 """Reading and writing at indices: put, take, index_reduce, masked scatter, diagonals, medians, searches."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -185,28 +187,10 @@ def diagonal_scatter(x, source, offset=0, dim1=0, dim2=1):
     return jnp.moveaxis(written, (-2, -1), (dim1, dim2))
 
 
-@lowers(aten.median.dim)
-def median_dim(x, dim, keepdim=False):
-    return _median_along(x, dim, keepdim, skip_nan=False)
-
-
-@lowers(aten.nanmedian.dim)
-def nanmedian_dim(x, dim, keepdim=False):
-    return _median_along(x, dim, keepdim, skip_nan=True)
-
-
-@lowers(aten.median.default)
-def median(x):
-    return _median_along(x.reshape(_size(x.shape)), 0, False, skip_nan=False)[0]
-
-
-@lowers(aten.nanmedian.default)
-def nanmedian(x):
-    return _median_along(x.reshape(_size(x.shape)), 0, False, skip_nan=True)[0]
-
-
-def _median_along(x, dim, keepdim, skip_nan):
+def _median(skip_nan, x, dim=None, keepdim=False):
     """The lower of the two middle elements and its index; NaN, if there is any and it is not skipped."""
+    if dim is None:
+        return _median(skip_nan, x.reshape(_size(x.shape)), 0)[0]
     if x.ndim == 0:
         return x, jnp.zeros((), _long())
     if x.shape[dim] == 0:
@@ -220,6 +204,10 @@ def _median_along(x, dim, keepdim, skip_nan):
         index = jnp.where(jnp.any(is_nan, axis=dim, keepdims=True), jnp.argmax(is_nan, axis=dim, keepdims=True), index)
     value, index = jnp.take_along_axis(x, index, dim), index.astype(_long())
     return (value, index) if keepdim else (jnp.squeeze(value, dim), jnp.squeeze(index, dim))
+
+
+lowers(aten.median.dim, aten.median.default)(functools.partial(_median, False))
+lowers(aten.nanmedian.dim, aten.nanmedian.default)(functools.partial(_median, True))
 
 
 @lowers(aten.searchsorted.Tensor)

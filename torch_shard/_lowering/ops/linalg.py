@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax.lax import linalg
+from jax.scipy import linalg as solvers
 
 from torch_shard._common.dtypes import jax_dtype
 from torch_shard._lowering.ops.registry import lowers
@@ -32,12 +33,12 @@ def linalg_cholesky_ex(x, *, upper=False, check_errors=False):
 
 @lowers(aten.cholesky_solve.default, aten._cholesky_solve_helper.default)
 def cholesky_solve(b, factor, upper=False):
-    batch = jnp.broadcast_shapes(b.shape[:-2], factor.shape[:-2])
-    lower = _adjoint(factor) if upper else factor
-    lower = jnp.broadcast_to(lower, (*batch, *factor.shape[-2:]))
-    b = jnp.broadcast_to(b, (*batch, *b.shape[-2:]))
-    half = linalg.triangular_solve(lower, b, left_side=True, lower=True)
-    return linalg.triangular_solve(lower, half, left_side=True, lower=True, transpose_a=True, conjugate_a=True)
+    return solvers.cho_solve((factor, not upper), _with_batch_of(factor, b))
+
+
+def _with_batch_of(x, b):
+    """Right-hand sides for each of the matrices that there are."""
+    return jnp.broadcast_to(b, (*jnp.broadcast_shapes(x.shape[:-2], b.shape[:-2]), *b.shape[-2:]))
 
 
 @lowers(aten.cholesky_inverse.default)
@@ -102,15 +103,7 @@ def linalg_lu(x, *, pivot=True):
 def linalg_lu_solve(packed, pivots, b, *, left=True, adjoint=False):
     if not left:
         return _adjoint(linalg_lu_solve(packed, pivots, _adjoint(b), left=True, adjoint=not adjoint))
-    batch = jnp.broadcast_shapes(packed.shape[:-2], b.shape[:-2])
-    p, lower, upper = (jnp.broadcast_to(m, (*batch, *m.shape[-2:])) for m in _factors(packed, pivots))
-    b = jnp.broadcast_to(b, (*batch, *b.shape[-2:]))
-    if adjoint:
-        half = linalg.triangular_solve(upper, b, left_side=True, lower=False, transpose_a=True, conjugate_a=True)
-        options = {"lower": True, "unit_diagonal": True, "transpose_a": True, "conjugate_a": True}
-        return p @ linalg.triangular_solve(lower, half, left_side=True, **options)
-    half = linalg.triangular_solve(lower, jnp.swapaxes(p, -1, -2) @ b, left_side=True, lower=True, unit_diagonal=True)
-    return linalg.triangular_solve(upper, half, left_side=True, lower=False)
+    return solvers.lu_solve((packed, pivots - 1), _with_batch_of(packed, b), trans=2 if adjoint else 0)
 
 
 @lowers(aten._linalg_solve_ex.default)
@@ -128,10 +121,19 @@ def linalg_inv_ex(x, *, check_errors=False):
     return solution, info
 
 
+def _factored(x):
+    """The factors that the gradient of a determinant solves with: of the transpose, unless the matrix is complex.
+
+    PyTorch takes so those of a contiguous matrix, and JAX arrays have no strides.
+    """
+    packed, pivots, _ = linalg_lu_factor_ex(x if jnp.iscomplexobj(x) else jnp.swapaxes(x, -1, -2))
+    return packed, pivots
+
+
 @lowers(aten._linalg_det.default)
 def linalg_det(x):
     """Returns `(det, LU, pivots)`."""
-    packed, pivots, _ = linalg_lu_factor_ex(x)
+    packed, pivots = _factored(x)
     diagonal = jnp.diagonal(packed, axis1=-2, axis2=-1)
     return jnp.prod(diagonal, -1) * _parity(pivots).astype(x.dtype), packed, pivots
 
@@ -144,7 +146,7 @@ def _parity(pivots):
 @lowers(aten._linalg_slogdet.default)
 def linalg_slogdet(x):
     """Returns `(sign, log |det|, LU, pivots)`."""
-    packed, pivots, _ = linalg_lu_factor_ex(x)
+    packed, pivots = _factored(x)
     diagonal = jnp.diagonal(packed, axis1=-2, axis2=-1)
     size = jnp.abs(diagonal)
     signs = jnp.prod(jnp.where(size == 0, 0, diagonal / jnp.where(size == 0, 1, size)), -1)
@@ -186,9 +188,7 @@ def linalg_lstsq(x, b, rcond=None, *, driver=None):
     return solution, misfit, rank if has_rank else jnp.zeros((0,)), values if has_values else jnp.zeros((0,))
 
 
-@lowers(aten._linalg_eigvals.default)
-def linalg_eigvals(x):
-    return jnp.linalg.eigvals(x)
+lowers(aten._linalg_eigvals.default)(jnp.linalg.eigvals)
 
 
 @lowers(aten._linalg_eigh.default)
@@ -210,17 +210,4 @@ def linalg_vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
     x = x if dtype is None else x.astype(jax_dtype(dtype))
     axes = None if dim is None else tuple(dim) if isinstance(dim, (list, tuple)) else (dim,)
     axes = tuple(range(x.ndim)) if not axes or not x.ndim else axes
-    size = jnp.abs(x)
-    if not x.ndim:
-        return size if ord != 0 else (size != 0).astype(size.dtype)
-    if ord == 0:
-        return jnp.sum(size != 0, axes, keepdims=keepdim).astype(size.dtype)
-    if ord == jnp.inf:
-        return jnp.max(size, axes, keepdims=keepdim, initial=0)
-    if ord == -jnp.inf:
-        return jnp.min(size, axes, keepdims=keepdim)
-    if ord == 1:
-        return jnp.sum(size, axes, keepdims=keepdim)
-    if ord == 2:
-        return jnp.sqrt(jnp.sum(jnp.square(size), axes, keepdims=keepdim))
-    return jnp.sum(size**ord, axes, keepdims=keepdim) ** (1 / ord)
+    return jnp.linalg.vector_norm(x, axis=axes, keepdims=keepdim, ord=ord)

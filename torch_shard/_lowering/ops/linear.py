@@ -9,9 +9,13 @@ from torch_shard._lowering.ops.registry import lowers
 aten = torch.ops.aten
 
 
-@lowers(aten.mm.default, aten.bmm.default, aten.matmul.default, aten.mv.default, aten.dot.default)
-def matmul(x, y):
-    return jnp.matmul(x, y)
+for _op, _fn in {
+    **dict.fromkeys((aten.mm, aten.bmm, aten.matmul, aten.mv, aten.dot), jnp.matmul),
+    aten.permute: jnp.transpose,
+    aten.t: jnp.transpose,
+    aten.unsqueeze: jnp.expand_dims,
+}.items():
+    lowers(_op.default)(_fn)
 
 
 @lowers(aten.tensordot.default)
@@ -19,8 +23,8 @@ def tensordot(x, y, dims_x, dims_y):
     return jnp.tensordot(x, y, (tuple(dims_x), tuple(dims_y)))
 
 
-@captured_op("torch_shard::einsum")
-def _einsum_shape(x: torch.Tensor, y: torch.Tensor, equation: str) -> torch.Tensor:
+@captured_op("torch_shard::einsum", "(Tensor x, Tensor y, str equation) -> Tensor")
+def _einsum_shape(x, y, equation):
     return torch.einsum(equation, x, y)
 
 
@@ -46,19 +50,9 @@ def view(x, shape, *_):
     return jnp.reshape(x, tuple(shape))
 
 
-@lowers(aten.permute.default)
-def permute(x, dims):
-    return jnp.transpose(x, dims)
-
-
 @lowers(aten.transpose.int)
 def transpose(x, dim0, dim1):
     return jnp.swapaxes(x, dim0, dim1) if x.ndim else x
-
-
-@lowers(aten.t.default)
-def t(x):
-    return x.T
 
 
 @lowers(aten.expand.default)
@@ -76,11 +70,6 @@ def slice_tensor(x, dim=0, start=None, end=None, step=1):
 @lowers(aten.select.int)
 def select(x, dim, index):
     return x[(slice(None),) * (dim % x.ndim) + (index,)]
-
-
-@lowers(aten.unsqueeze.default)
-def unsqueeze(x, dim):
-    return jnp.expand_dims(x, dim)
 
 
 @lowers(aten.cat.default)

@@ -18,31 +18,22 @@ from torch_shard._lowering.ops.registry import lowers
 aten = torch.ops.aten
 
 
-@captured_op("torch_shard::cross_entropy")
-def _loss_shapes(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    rows: list[int],
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
+@captured_op(
+    "torch_shard::cross_entropy",
+    "(Tensor logits, Tensor target, Tensor? weight, SymInt reduction, SymInt ignore_index, SymInt[] rows, "
+    "ScalarType dtype) -> (Tensor, Tensor)",
+)
+def _loss_shapes(logits, target, weight, reduction, ignore_index, rows, dtype):
     shape = () if reduction else target.shape
     return logits.new_empty(shape, dtype=dtype), logits.new_empty((), dtype=dtype)
 
 
-@captured_op("torch_shard::cross_entropy_backward")
-def _logits_shape(
-    grad: torch.Tensor,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    rows: list[int],
-    total_weight: torch.Tensor,
-) -> torch.Tensor:
+@captured_op(
+    "torch_shard::cross_entropy_backward",
+    "(Tensor grad, Tensor logits, Tensor target, Tensor? weight, SymInt reduction, SymInt ignore_index, "
+    "SymInt[] rows, Tensor total_weight) -> Tensor",
+)
+def _logits_shape(grad, logits, *_):
     return torch.empty_like(logits)
 
 

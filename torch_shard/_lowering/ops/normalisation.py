@@ -237,18 +237,8 @@ def _normal_cdf(x):
     return 0.5 * (1 + jax.lax.erf(x * np.asarray(0.5**0.5, x.dtype)))
 
 
-@lowers(aten._weight_norm_interface.default)
-def weight_norm(v, g, dim=0):
-    """Returns `(g * v / |v|, |v|)`; norms over all dims but one."""
-    norm = jnp.sqrt(jnp.sum(jnp.square(v), _others(v, dim), keepdims=True))
-    return v * (g / norm), norm
-
-
 @lowers(aten._weight_norm_interface_backward.default)
 def weight_norm_backward(grad, v, g, norm, dim):
-    along = jnp.sum(grad * v, _others(v, dim), keepdims=True)
+    others = tuple(axis for axis in range(v.ndim) if axis != dim % v.ndim)
+    along = jnp.sum(grad * v, others, keepdims=True)
     return (grad - v * along / jnp.square(norm)) * (g / norm), along / norm
-
-
-def _others(x, dim):
-    return tuple(axis for axis in range(x.ndim) if axis != dim % x.ndim)

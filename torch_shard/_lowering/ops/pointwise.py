@@ -80,22 +80,19 @@ def _round(x, y, quotient, mode):
     return jnp.where(y == 0, quotient, jnp.floor_divide(x, jnp.where(y == 0, 1, y)))
 
 
-@lowers(aten.fmod.Tensor, aten.fmod.Scalar)
-def fmod(x, y):
-    """The remainder that has the sign of x."""
-    return jnp.fmod(x, y)
+lowers(aten.fmod.Tensor, aten.fmod.Scalar)(jnp.fmod)  # the remainder that has the sign of the first
 
 
-@lowers(aten.max.dim)
-def max_dim(x, dim, keepdim=False):
+def _along(best, place):
     """Returns `(values, indices)`; a NaN wins, and of equals the first."""
-    if x.ndim == 0:
-        return x, jnp.zeros((), jnp.int32)
-    return jnp.max(x, axis=dim, keepdims=keepdim), jnp.argmax(x, axis=dim, keepdims=keepdim)
+
+    def lowered(x, dim, keepdim=False):
+        if x.ndim == 0:
+            return x, jnp.zeros((), jnp.int32)
+        return best(x, axis=dim, keepdims=keepdim), place(x, axis=dim, keepdims=keepdim)
+
+    return lowered
 
 
-@lowers(aten.min.dim)
-def min_dim(x, dim, keepdim=False):
-    if x.ndim == 0:
-        return x, jnp.zeros((), jnp.int32)
-    return jnp.min(x, axis=dim, keepdims=keepdim), jnp.argmin(x, axis=dim, keepdims=keepdim)
+lowers(aten.max.dim)(_along(jnp.max, jnp.argmax))
+lowers(aten.min.dim)(_along(jnp.min, jnp.argmin))

@@ -7,6 +7,7 @@ that a sum over processes would count each row several times.
 
 import contextlib
 import functools
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -94,11 +95,6 @@ def _say_once(name: str, line: str) -> None:
     )
 
 
-def _write(to: torch.Tensor, value: torch.Tensor) -> None:
-    with torch.no_grad():  # as in torch, where collectives of c10d have no derivative
-        to.copy_(value.reshape(to.shape))
-
-
 @_in_a_world_of_one("all_reduce", _HOMES)
 @_in_a_world_of_one("reduce", _HOMES)
 @_in_a_world_of_one("broadcast", _HOMES)
@@ -120,69 +116,32 @@ def get_world_size(group: object = None) -> int:
     return 1
 
 
-@_in_a_world_of_one("all_gather", _HOMES)
-def all_gather(
-    tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: object = None, async_op: bool = False
-) -> _Done | None:
-    (only,) = tensor_list
-    _write(only, tensor)
-    return leave(async_op=async_op)
+def _copying(name: str) -> Callable[..., _Done | None]:
+    """What is given second, a tensor or a list of one, to what is given first; in `gather` the other way round."""
+    names = list(inspect.signature(getattr(dist, name)).parameters)
+
+    def copy(*args: Any, **kwargs: Any) -> _Done | None:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        first, second = (given.get(each) for each in names[:2])
+        to, values = (second, first) if name == "gather" else (first, second)
+        with torch.no_grad():  # as in torch, where collectives of c10d have no derivative
+            for out, value in zip(_listed(to), _listed(values), strict=True) if second is not None else ():
+                out.copy_(value.reshape(out.shape))
+        return leave(async_op=given.get("async_op", False))
+
+    return copy
 
 
-@_in_a_world_of_one("all_gather_single", _HOMES)
-@_in_a_world_of_one("all_gather_into_tensor", _HOMES)
-@_in_a_world_of_one("reduce_scatter_single", _HOMES)
-@_in_a_world_of_one("reduce_scatter_tensor", _HOMES)
-def copy(output: torch.Tensor, input: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> _Done | None:
-    _write(output, input)
-    return leave(async_op=async_op)
+def _listed(given: Any) -> list[torch.Tensor]:
+    return [given] if isinstance(given, torch.Tensor) else given
 
 
-@_in_a_world_of_one("all_to_all_single", _HOMES)
-def all_to_all_single(
-    output: torch.Tensor, input: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any
-) -> _Done | None:
-    return copy(output, input, async_op=async_op)
-
-
-@_in_a_world_of_one("reduce_scatter", _HOMES)
-def reduce_scatter(
-    output: torch.Tensor, input_list: list[torch.Tensor], *args: Any, async_op: bool = False, **kwargs: Any
-) -> _Done | None:
-    (only,) = input_list
-    return copy(output, only, async_op=async_op)
-
-
-@_in_a_world_of_one("all_to_all", _HOMES)
-def all_to_all(
-    output_tensor_list: list[torch.Tensor],
-    input_tensor_list: list[torch.Tensor],
-    group: object = None,
-    async_op: bool = False,
-) -> _Done | None:
-    return all_gather(output_tensor_list, *input_tensor_list, async_op=async_op)
-
-
-@_in_a_world_of_one("gather", _HOMES)
-def gather(
-    tensor: torch.Tensor,
-    gather_list: list[torch.Tensor] | None = None,
-    *args: Any,
-    async_op: bool = False,
-    **kwargs: Any,
-) -> _Done | None:
-    return all_gather(gather_list, tensor, async_op=async_op) if gather_list else leave(async_op=async_op)
-
-
-@_in_a_world_of_one("scatter", _HOMES)
-def scatter(
-    tensor: torch.Tensor,
-    scatter_list: list[torch.Tensor] | None = None,
-    *args: Any,
-    async_op: bool = False,
-    **kwargs: Any,
-) -> _Done | None:
-    return all_gather([tensor], *scatter_list, async_op=async_op) if scatter_list else leave(async_op=async_op)
+for _name in (
+    *("all_gather", "all_gather_single", "all_gather_into_tensor", "gather", "scatter"),
+    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
+):
+    if hasattr(dist, _name):  # torch 2.11 has no all_gather_single
+        _in_a_world_of_one(_name, _HOMES)(_copying(_name))
 
 
 @_in_a_world_of_one("all_gather_object", _HOMES)

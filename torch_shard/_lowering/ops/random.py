@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torch_shard._common.dtypes import jax_dtype
+from torch_shard._common.dtypes import jax_dtype, torch_dtype
 from torch_shard._lowering.ops.registry import lowers
 
 aten = torch.ops.aten
@@ -44,16 +44,6 @@ def randn(key, size, *, dtype=None):
     return _normal(key, size, _float_dtype(dtype))
 
 
-@lowers(aten.rand_like.default, random=True)
-def rand_like(key, x, *, dtype=None):
-    return _uniform(key, x.shape, jax_dtype(dtype) if dtype else x.dtype)
-
-
-@lowers(aten.randn_like.default, random=True)
-def randn_like(key, x, *, dtype=None):
-    return _normal(key, x.shape, jax_dtype(dtype) if dtype else x.dtype)
-
-
 @lowers(aten.randint.low, random=True)
 def randint_low(key, low, high, size, *, dtype=None):
     return jax.random.randint(key, tuple(size), low, high).astype(jax_dtype(dtype or torch.int64))
@@ -64,14 +54,22 @@ def randint(key, high, size, *, dtype=None):
     return randint_low(key, 0, high, size, dtype=dtype)
 
 
-@lowers(aten.randint_like.low_dtype, random=True)
-def randint_like_low(key, x, low, high, *, dtype=None):
-    return jax.random.randint(key, x.shape, low, high).astype(jax_dtype(dtype) if dtype else x.dtype)
+def _like(factory):
+    """A factory, given a tensor that has the shape, and the dtype if none is given."""
+
+    def like(key, x, *args, dtype=None):
+        return factory(key, *args, x.shape, dtype=dtype or torch_dtype(x.dtype))
+
+    return like
 
 
-@lowers(aten.randint_like.default, random=True)
-def randint_like(key, x, high, *, dtype=None):
-    return randint_like_low(key, x, 0, high, dtype=dtype)
+for _like_op, _factory in {
+    aten.rand_like.default: rand,
+    aten.randn_like.default: randn,
+    aten.randint_like.default: randint,
+    aten.randint_like.low_dtype: randint_low,
+}.items():
+    lowers(_like_op, random=True)(_like(_factory))
 
 
 @lowers(aten.randperm.default, random=True)

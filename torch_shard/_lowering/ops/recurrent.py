@@ -19,7 +19,7 @@ from torch.utils import _pytree as torch_pytree
 from torch_shard._capture import autocast_only
 from torch_shard._common.autocast_policy import LOWER
 from torch_shard._common.axes import vary_like
-from torch_shard._common.overrides import captured_op, instead_of, is_plain
+from torch_shard._common.overrides import captured_op, gradients_again, instead_of, is_plain
 from torch_shard._common.types import PyTree
 from torch_shard._lowering.ops.packed import Lengths
 from torch_shard._lowering.ops.registry import lowers
@@ -33,24 +33,20 @@ Mask = torch.Tensor | None
 """Which steps there are, (T, B), of padded sequences: a state passes the others as it is."""
 
 
-@captured_op("torch_shard::recurrence")
-def _recurrence_shapes(
-    kind: str, gates: torch.Tensor, state: Tensors, weights: Tensors, reverse: bool, mask: Mask
-) -> Tensors:
+@captured_op(
+    "torch_shard::recurrence",
+    "(str kind, Tensor gates, Tensor[] state, Tensor[] weights, bool reverse, Tensor? mask) -> Tensor[]",
+)
+def _recurrence_shapes(kind, gates, state, *_):
     return [gates.new_empty(len(gates), *s.shape) for s in state]
 
 
-@captured_op("torch_shard::recurrence_backward")
-def _backward_shapes(
-    kind: str,
-    gates: torch.Tensor,
-    state: Tensors,
-    weights: Tensors,
-    reverse: bool,
-    mask: Mask,
-    outputs: Tensors,
-    grads: Tensors,
-) -> Tensors:
+@captured_op(
+    "torch_shard::recurrence_backward",
+    "(str kind, Tensor gates, Tensor[] state, Tensor[] weights, bool reverse, Tensor? mask, Tensor[] outputs, "
+    "Tensor[] grads) -> Tensor[]",
+)
+def _backward_shapes(kind, gates, state, weights, *_):
     return [torch.empty_like(t) for t in (gates, *state, *weights)]
 
 
@@ -72,11 +68,9 @@ class _Recurrence(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         kind, num_state, reverse, mask = ctx.options
         tensors, outputs = ctx.saved_tensors[:-num_state], ctx.saved_tensors[-num_state:]
-        if torch.is_grad_enabled():  # for a derivative of this derivative
-            wanted = [t for t, needed in zip(tensors, ctx.needs_input_grad[4:], strict=True) if needed]
+        if torch.is_grad_enabled():
             unrolled = _unrolled(kind, num_state, reverse, mask, *tensors)
-            found = iter(torch.autograd.grad(unrolled, wanted, grads, create_graph=True, materialize_grads=True))
-            return None, None, None, None, *(next(found) if needed else None for needed in ctx.needs_input_grad[4:])
+            return None, None, None, None, *gradients_again(unrolled, tensors, ctx.needs_input_grad[4:], grads)
         gates, state, weights = tensors[0], list(tensors[1 : 1 + num_state]), list(tensors[1 + num_state :])
         options = kind, gates, state, weights, reverse, mask, list(outputs), list(grads)
         return None, None, None, None, *torch.ops.torch_shard.recurrence_backward(*options)

@@ -18,8 +18,8 @@ from torch_shard._lowering.ops.registry import lowers
 aten, ours = torch.ops.aten, torch.ops.torch_shard
 
 
-@captured_op("torch_shard::first_of_each")
-def _more(x: torch.Tensor, times: int) -> torch.Tensor:
+@captured_op("torch_shard::first_of_each", "(Tensor x, SymInt times) -> Tensor")
+def _more(x, times):
     return x.new_empty(x.shape[0], x.shape[1] * times, *x.shape[2:])
 
 
@@ -59,25 +59,29 @@ def give_each_once(node: Node) -> None:
 
 def _once(heads: Node, at: Node) -> Node | None:
     """The heads as they were, before a node `at`; those of (B, K, 1, S, D) expanded, merged and perhaps rounded."""
-    casts = []
-    node = heads
-    while node.op == "call_function" and (node.target in RESHAPES or node.target is aten._to_copy.default):
-        casts += [node] if node.target is aten._to_copy.default else []
-        node = args_of(node)[0]
+    node, casts = _before_casts(heads)
     if aten_name(node) != "expand" or len(shape_of(node)) != 5:
         return None
     (batch, num, times, *rest), source = shape_of(node), args_of(node)[0]
     if shape_of(heads) != (batch, num * times, *rest) or shape_of(source) != (batch, num, 1, *rest):
         return None
     found = new_before(at, aten.squeeze.dims, (source, [2]), source.meta["val"].squeeze(2))
+    return _cast(found, casts, at)
+
+
+def _before_casts(node: Node) -> tuple[Node, list[Node]]:
+    """What a node only rounds and reshapes, and the casts on the way, last first."""
+    casts = []
+    while node.op == "call_function" and (node.target in RESHAPES or node.target is aten._to_copy.default):
+        casts += [node] if node.target is aten._to_copy.default else []
+        node = args_of(node)[0]
+    return node, casts
+
+
+def _cast(found: Node, casts: list[Node], at: Node) -> Node:
     for cast in reversed(casts):
-        found = _cast_like(cast, found, at)
-    return found
-
-
-def _cast_like(cast: Node, source: Node, at: Node) -> Node:
-    found = new_before(at, aten._to_copy.default, (source,), source.meta["val"].to(cast.meta["val"].dtype))
-    found.kwargs = cast.kwargs
+        found = new_before(at, aten._to_copy.default, (found,), found.meta["val"].to(cast.meta["val"].dtype))
+        found.kwargs = cast.kwargs
     return found
 
 
@@ -85,16 +89,12 @@ def _cast_like(cast: Node, source: Node, at: Node) -> Node:
 def sum_of_one(node: Node) -> Node | None:
     """The gradient of the expansion: all but one of those that are summed are zeros."""
     parts, dims, *keepdim = args_of(node)
-    source, casts = parts, []
-    while source.target in RESHAPES or source.target is aten._to_copy.default:
-        casts += [source] if source.target is aten._to_copy.default else []
-        source = args_of(source)[0]
+    source, casts = _before_casts(parts)
     if source.target is not ours.first_of_each.default or node.kwargs:
         return None
     grad, times = args_of(source)
     batch, num, *rest = shape_of(grad)
     if shape_of(parts) != (batch, num, times, *rest) or list(dims) != [2]:
         return None
-    for cast in reversed(casts):
-        grad = _cast_like(cast, grad, node)
+    grad = _cast(grad, casts, node)
     return call_before(node, aten.unsqueeze.default, (grad, 2), shape_of(node)) if any(keepdim) else grad

@@ -36,8 +36,8 @@ def _neutral_reduction(data, reduce, members, axis, initial):
     if reduce == "prod":
         return jnp.prod(spread, axis + 1) * start
     if reduce in ("max", "min"):
-        reduction, pair = (jnp.max, jnp.maximum) if reduce == "max" else (jnp.min, jnp.minimum)
-        return pair(reduction(spread, axis + 1, initial=_START[reduce]), start)
+        found = (jnp.max if reduce == "max" else jnp.min)(spread, axis + 1, initial=_START[reduce])
+        return jnp.where(found > start if reduce == "min" else found < start, start, found)
     total = jnp.sum(spread, axis + 1) + start
     if reduce == "sum":
         return total
@@ -58,22 +58,7 @@ def segment_reduce_backward(grad, output, data, reduce, *, lengths=None, offsets
     """Equal maxima share the gradient, as in PyTorch."""
     axis %= data.ndim
     members = _members(data, lengths, offsets, axis)
-    spread, grad, output = (
-        jnp.expand_dims(data, axis),
-        jnp.expand_dims(grad, axis + 1),
-        jnp.expand_dims(output, axis + 1),
-    )
-    if reduce in ("max", "min"):
-        hits = members & (spread == output)
-        share = jnp.where(hits, grad / jnp.maximum(jnp.sum(hits, axis + 1, keepdims=True), 1), 0)
-    elif reduce == "mean":
-        share = jnp.where(members, grad / jnp.maximum(jnp.sum(members, axis + 1, keepdims=True), 1), 0)
-    elif reduce == "sum":
-        share = jnp.where(members, grad, 0)
-    else:
-        grad = jnp.squeeze(grad, axis + 1)
-        return local_vjp(lambda x: _neutral_reduction(x, "prod", members, axis, initial), data, cotangent=grad)[1][0]
-    return jnp.sum(share, axis)
+    return local_vjp(lambda x: _neutral_reduction(x, reduce, members, axis, initial), data, cotangent=grad)[1][0]
 
 
 def _distance_gradient(grad, diff, dist, p):

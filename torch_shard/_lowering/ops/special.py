@@ -173,14 +173,8 @@ def efficientzerotensor(size, *, dtype=None):
     return jnp.zeros(size)  # gets its dtype from the graph
 
 
-@lowers(aten._neg_view.default)
-def neg_view(x):
-    return -x
-
-
-@lowers(aten._conj.default, aten._conj_physical.default)
-def conj(x):
-    return jnp.conj(x)
+lowers(aten._neg_view.default)(jnp.negative)
+lowers(aten._conj.default, aten._conj_physical.default)(jnp.conj)
 
 
 @lowers(aten.resolve_conj.default, aten.resolve_neg.default)

@@ -20,10 +20,11 @@ from torch_shard._lowering.rows import RowSplit
 aten, ours = torch.ops.aten, torch.ops.torch_shard
 
 
-@captured_op("torch_shard::tied_gradient")
-def _shape_of_matrix(
-    grad_logits: torch.Tensor, hidden: torch.Tensor, grad_rows: torch.Tensor, ids: torch.Tensor, padding_idx: int
-) -> torch.Tensor:
+@captured_op(
+    "torch_shard::tied_gradient",
+    "(Tensor grad_logits, Tensor hidden, Tensor grad_rows, Tensor ids, SymInt padding_idx) -> Tensor",
+)
+def _shape_of_matrix(grad_logits, hidden, grad_rows, *_):
     return grad_rows.new_empty(grad_logits.shape[-1], hidden.shape[-1])
 
 
