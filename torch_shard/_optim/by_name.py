@@ -41,7 +41,7 @@ def run_by_name(
     that are kept in pieces as these, so that nothing moves between devices.
 
     Args:
-        fn: A function of pytrees that JAX can trace; it is traced once, with dicts by name.
+        fn: A function of pytrees that JAX can trace; it is traced with dicts by name, and once more where forms differ.
         *args: Pytrees of arrays, some of them in `Stacks`.
         layout: How dicts by these names (or some of them) are stored in the result.
         transfers: Of arguments that lie in the host's memory, if some do; the results replace what it says.
@@ -58,34 +58,51 @@ def run_by_name(
         ((2, 3), 6.0)
     """
     if not layout.kept:
-        return _run(fn, args, layout, transfers)
-    whole, apart = whole_stacks(args), whole_stacks(args, but_rearranged=True)
+        if transfers is None and all(len(group) == 1 for group in layout.groups):
+            return stack_dicts(fn(*as_dicts(args)), layout)
+        return _Traced(fn, args, transfers).run(layout)
+    whole = _Traced(fn, whole_stacks(args), transfers)
     shapes = {form.shape: form.stored_shape for form in layout.forms.values() if form.is_rearranged}
-    if shapes and works_by_element(fn, as_dicts(whole), as_dicts(apart), shapes):
-        return keep_stacks(_run(fn, apart, layout.plain, transfers), layout, but_rearranged=True)
-    return keep_stacks(_run(fn, whole, layout.plain, transfers), layout)
+    rearranged = _trace_rearranged(fn, args, transfers) if shapes else None
+    if rearranged is not None and works_by_element(whole.closed, rearranged.closed, shapes):
+        return keep_stacks(rearranged.run(layout.plain), layout, but_rearranged=True)
+    return keep_stacks(whole.run(layout.plain), layout)
 
 
-def _run(
-    fn: Callable[..., PyTree], args: tuple[PyTree, ...], layout: Layout, transfers: HostTransfers | None
-) -> PyTree:
-    if transfers is None and all(len(group) == 1 for group in layout.groups):
-        return stack_dicts(fn(*as_dicts(args)), layout)
-    brought: dict[int, RowValue] = {}
-    given = functools.partial(_by_name, transfers=transfers, brought=brought)
-    leaves = jax.tree.map(given, args, is_leaf=lambda node: isinstance(node, Stacks))
-    jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(lambda leaf: leaf.struct, leaves))
-    program = RowProgram()
-    consts = [RowSlot(RowValue(const), None) for const in jaxpr.consts]
-    slots = program.add(jaxpr.jaxpr, consts + [leaf.slot for leaf in jax.tree.leaves(leaves)])
-    shapes, tree = cast(tuple[list[jax.ShapeDtypeStruct], object], jax.tree.flatten(out))
-    results = [_Result(s.shape, s.dtype, [slot]) for s, slot in zip(shapes, slots, strict=True)]
-    stacked = stack_dicts(jax.tree.unflatten(tree, results), layout, _Result.stack)
-    if transfers is None:
-        program.run()
-        return jax.tree.map(lambda result: result.array, stacked)
-    program.run_when_asked()
-    return _one_by_one(stacked, transfers, brought)
+def _trace_rearranged(
+    fn: Callable[..., PyTree], args: tuple[PyTree, ...], transfers: HostTransfers | None
+) -> "_Traced | None":
+    """A trace on arrays as they are kept; None for a function that asks for the shapes and refuses these."""
+    try:
+        return _Traced(fn, whole_stacks(args, but_rearranged=True), transfers)
+    except Exception:  # what else may be wrong, the trace on torch's shapes has raised
+        return None
+
+
+class _Traced:
+    """A function that was traced on arrays by name, to be run on the stacks that these are rows of."""
+
+    def __init__(self, fn: Callable[..., PyTree], args: tuple[PyTree, ...], transfers: HostTransfers | None) -> None:
+        self._transfers, self._brought = transfers, dict[int, RowValue]()
+        given = functools.partial(_by_name, transfers=transfers, brought=self._brought)
+        self._leaves = jax.tree.map(given, args, is_leaf=lambda node: isinstance(node, Stacks))
+        structs = jax.tree.map(lambda leaf: leaf.struct, self._leaves)
+        self.closed, self._out = jax.make_jaxpr(fn, return_shape=True)(*structs)
+
+    def run(self, layout: Layout) -> PyTree:
+        """What the function returns, with `Stacks` for dicts by name."""
+        program = RowProgram()
+        consts = [RowSlot(RowValue(const), None) for const in self.closed.consts]
+        given = consts + [leaf.slot for leaf in jax.tree.leaves(self._leaves)]
+        slots = program.add(self.closed.jaxpr, given)
+        shapes, tree = cast(tuple[list[jax.ShapeDtypeStruct], object], jax.tree.flatten(self._out))
+        results = [_Result(s.shape, s.dtype, [slot]) for s, slot in zip(shapes, slots, strict=True)]
+        stacked = stack_dicts(jax.tree.unflatten(tree, results), layout, _Result.stack)
+        if self._transfers is None:
+            program.run()
+            return jax.tree.map(lambda result: result.array, stacked)
+        program.run_when_asked()
+        return _one_by_one(stacked, self._transfers, self._brought)
 
 
 def _one_by_one(stacked: PyTree, transfers: HostTransfers, brought: Mapping[int, RowValue]) -> PyTree:

@@ -8,14 +8,12 @@ elements are allowed (norms), which then may be taken in another order.
 # JAX annotates its functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxprs_in_params
 
-from torch_shard._common.types import PyTree
 from torch_shard._optim.equation_keys import EqnKey
 
 _BY_ELEMENT = frozenset(
@@ -29,27 +27,19 @@ _CALLS = frozenset({"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp
 _SHAPES = frozenset({"shape", "broadcast_dimensions", "axes", "sharding", "out_sharding"})
 
 
-def works_by_element(
-    fn: Callable[..., PyTree],
-    args: tuple[PyTree, ...],
-    others: tuple[PyTree, ...],
-    shapes: Mapping[tuple[int, ...], tuple[int, ...]],
-) -> bool:
-    """Tell whether a function does the same to each element, whichever of two shapes its arrays have."""
-    try:
-        traces = [jax.make_jaxpr(fn)(*jax.tree.map(_struct, given)) for given in (args, others)]
-    except Exception:  # it asks for the shapes; what else is wrong, the call itself says
-        return False
-    for one, other in zip(*(trace.out_avals for trace in traces), strict=False):
-        if one.shape != other.shape and shapes.get(one.shape) != other.shape:
+def works_by_element(one: ClosedJaxpr, other: ClosedJaxpr, shapes: Mapping[tuple[int, ...], tuple[int, ...]]) -> bool:
+    """Tell whether a function does the same to each element, whichever of two shapes its arrays have.
+
+    Args:
+        one: A trace of the function.
+        other: A trace of it for arrays of other shapes.
+        shapes: Those, by the shapes of the first trace.
+    """
+    for mine, theirs in zip(one.out_avals, other.out_avals, strict=False):
+        if mine.shape != theirs.shape and shapes.get(mine.shape) != theirs.shape:
             return False
     keys = EqnKey(_without_shapes, lambda aval: aval.dtype)
-    return all(map(_sees_no_shapes, traces)) and len({keys.of_closed(trace) for trace in traces}) == 1
-
-
-def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    aval: Any = jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    return all(map(_sees_no_shapes, (one, other))) and len({keys.of_closed(trace) for trace in (one, other)}) == 1
 
 
 def _without_shapes(eqn: JaxprEqn) -> Mapping[str, object]:
