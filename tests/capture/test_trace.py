@@ -1,6 +1,7 @@
 """What a capture means, and refuses."""
 
 import concurrent.futures
+import gc
 import random
 from collections.abc import Callable
 from random import random as draw_one
@@ -89,3 +90,27 @@ def test_the_devices_of_a_capture_are_taken() -> None:
         return x * table + torch.zeros(3, device="jax:0")
 
     torch.testing.assert_close(ts.jax_jit(moved)(torch.ones(2, 3)).cpu(), torch.tensor([[2.0, 4.0, 6.0]] * 2))
+
+
+class Failing(torch.autograd.Function):
+    """Its backward pass raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise ValueError("no derivative")
+
+
+def test_a_backward_pass_that_raises_leaves_no_notes_for_later_captures() -> None:
+    class Model(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return Failing.apply(super().forward(input).tanh()).sin()
+
+    step = sgd_step(Model(4, 2), lambda model, x: model(x).mean())
+    with pytest.raises(ValueError, match="no derivative"):
+        step.preview(torch.ones(8, 4))
+    gc.collect()  # of what the error held
+    assert not torch.fx.traceback.get_current_meta()

@@ -347,6 +347,19 @@ def notes_kept() -> contextlib.AbstractContextManager[None]:
     return fx_traceback.preserve_node_meta()
 
 
-def annotated(**notes: str) -> contextlib.AbstractContextManager[None]:
-    """Make notes on the nodes made within."""
-    return fx_traceback.annotate(dict(notes))
+class annotated(contextlib.AbstractContextManager[None]):
+    """Make notes on the nodes made within.
+
+    PyTorch's own `annotate` is a generator: where a backward function raises, nobody leaves it, and it would put back
+    what it has found whenever it is collected, into the notes of a later capture.
+    """
+
+    def __init__(self, **notes: str) -> None:
+        self._notes = notes
+
+    def __enter__(self) -> None:
+        self._before: dict[str, str] = fx_traceback.get_current_meta().get("custom", {})
+        fx_traceback.get_current_meta()["custom"] = {**self._before, **self._notes}
+
+    def __exit__(self, *_: object) -> None:
+        fx_traceback.get_current_meta()["custom"] = self._before
