@@ -6,6 +6,7 @@ import torch
 
 from torch_shard._common.dtypes import jax_dtype
 from torch_shard._lowering.ops.indexing import outside_if_negative
+from torch_shard._lowering.ops.normalisation import embedding_dense_backward
 from torch_shard._lowering.ops.registry import in_float32, lowers
 from torch_shard._lowering.rows import whole_if_uneven
 
@@ -117,19 +118,15 @@ def embedding_bag_dense_backward(
     *,
     split=None,
 ):
-    table = jnp.zeros((num_weights, grad.shape[-1]), grad.dtype)
     if mode == MAX:
+        table = jnp.zeros((num_weights, grad.shape[-1]), grad.dtype)
         columns = jnp.broadcast_to(jnp.arange(grad.shape[-1]), maximum_indices.shape)
         return table.at[jnp.where(maximum_indices < 0, num_weights, maximum_indices), columns].add(grad, mode="drop")
     rows = grad / jnp.maximum(bag_size, 1)[: grad.shape[0], None].astype(grad.dtype) if mode == MEAN else grad
-    rows = jnp.where((indices != padding_idx)[:, None], rows[offset2bag], 0)
+    rows = rows[offset2bag]
     if per_sample_weights is not None:
         rows = rows * per_sample_weights[:, None]
-    if scale_grad_by_freq:
-        (counted,) = whole_if_uneven([indices], split)
-        counts = jnp.zeros((num_weights,), grad.dtype).at[counted].add(1)
-        rows = rows / counts[indices][:, None]
-    return table.at[indices].add(rows)
+    return embedding_dense_backward(rows, indices, num_weights, padding_idx, scale_grad_by_freq, split=split)
 
 
 @lowers(aten._embedding_bag_per_sample_weights_backward.default)

@@ -210,10 +210,11 @@ lowers(aten.median.dim, aten.median.default)(functools.partial(_median, False))
 lowers(aten.nanmedian.dim, aten.nanmedian.default)(functools.partial(_median, True))
 
 
-@lowers(aten.searchsorted.Tensor)
+@lowers(aten.searchsorted.Tensor, aten.searchsorted.Scalar)
 def searchsorted(sequence, values, *, out_int32=False, right=False, side=None, sorter=None):
     """Along the last dim, row by row where the sequence has rows."""
     side = side or ("right" if right else "left")
+    values = values if isinstance(values, jax.Array) else jnp.asarray(values, sequence.dtype)
     if sorter is not None:
         sequence = jnp.take_along_axis(sequence, sorter, -1)
     if sequence.ndim == 1:
@@ -223,11 +224,6 @@ def searchsorted(sequence, values, *, out_int32=False, right=False, side=None, s
         sequence.reshape(rows, sequence.shape[-1]), values.reshape(rows, values.shape[-1])
     )
     return found.reshape(values.shape)
-
-
-@lowers(aten.searchsorted.Scalar)
-def searchsorted_scalar(sequence, value, **options):
-    return searchsorted(sequence, jnp.asarray(value, sequence.dtype), **options)
 
 
 @lowers(aten.nonzero_static.default)
@@ -279,12 +275,6 @@ def _places(size, stride, storage_offset):
     return places
 
 
-@lowers(aten.histogram.bin_ct)
+@lowers(aten.histogram.bin_ct, aten.histogram.bins_tensor)
 def histogram(x, bins=100, *, range=None, weight=None, density=False):
-    limits = None if range is None else tuple(range)
-    return jnp.histogram(x, bins, range=limits, weights=weight, density=density)
-
-
-@lowers(aten.histogram.bins_tensor)
-def histogram_between(x, bins, *, weight=None, density=False):
-    return jnp.histogram(x, bins, weights=weight, density=density)
+    return jnp.histogram(x, bins, range=None if range is None else tuple(range), weights=weight, density=density)

@@ -112,7 +112,7 @@ def _scale(size, out, align_corners, scale):
     return 1 / scale if scale else size / out
 
 
-def _filtered(size, out, align_corners, scale, radius, kernel):
+def _filtered(radius, kernel, align_corners, size, out, scale):
     """Antialiasing: indices and weights (out, taps) of a kernel that is as wide as the step."""
     step = _scale(size, out, align_corners, scale)
     support, shrink = (radius * step, 1 / step) if step >= 1 else (float(radius), 1.0)
@@ -133,7 +133,7 @@ def _lanczos(x):
     return np.where(x < 3, np.sinc(x) * np.sinc(x / 3), 0)
 
 
-def _nearest(size, out, scale, exact):
+def _nearest(exact, size, out, scale):
     step = np.float32(_scale(size, out, False, scale))  # torch computes the places in float32
     places = (np.arange(out, dtype=np.float32) + np.float32(0.5 if exact else 0)) * step
     return np.minimum(places.astype(int), size - 1)[:, None], np.ones((out, 1))
@@ -156,41 +156,34 @@ def _resample_back(grad, input_size, taps):
     return local_vjp(lambda x: _resample(x, taps), jnp.zeros(input_size, grad.dtype), cotangent=grad)[1][0]
 
 
+def _by_dim(taps, space, output_size, scales):
+    return [taps(*sizes) for sizes in zip(space, output_size, scales or (None,) * len(space), strict=True)]
+
+
+def _nearest_backward(exact, grad, output_size, input_size, *scales):
+    taps = _by_dim(functools.partial(_nearest, exact), input_size[2:], output_size, scales)
+    return _resample_back(grad, input_size, taps)
+
+
+for _rank in (1, 2, 3):
+    for _name, _exact in {"upsample_nearest": False, "_upsample_nearest_exact": True}.items():
+        _backward = functools.partial(_nearest_backward, _exact)
+        lowers(getattr(aten, f"{_name}{_rank}d_backward").default)(_backward)
+
+
 def _antialiased(radius, kernel):
     def taps(space, output_size, align_corners, *scales):
-        scales = scales or (None,) * len(space)
-        sizes = zip(space, output_size, scales, strict=True)
-        return [_filtered(size, out, align_corners, scale, radius, kernel) for size, out, scale in sizes]
+        filtered = functools.partial(_filtered, radius, kernel, align_corners)
+        return _by_dim(filtered, space, output_size, scales)
 
-    def forward(x, output_size, align_corners, *scales):
-        return _resample(x, taps(x.shape[2:], output_size, align_corners, *scales))
+    def forward(x, output_size, *options):
+        return _resample(x, taps(x.shape[2:], output_size, *options))
 
-    def backward(grad, output_size, input_size, align_corners, *scales):
-        given = taps(input_size[2:], output_size, align_corners, *scales)
-        return _resample_back(grad, input_size, given)
+    def backward(grad, output_size, input_size, *options):
+        return _resample_back(grad, input_size, taps(input_size[2:], output_size, *options))
 
     return forward, backward
 
-
-def _nearest_backward(exact):
-    def backward(grad, output_size, input_size, *scales):
-        scales = scales or (None,) * len(output_size)
-        sizes = zip(input_size[2:], output_size, scales, strict=True)
-        taps = [_nearest(size, out, scale, exact) for size, out, scale in sizes]
-        return _resample_back(grad, input_size, taps)
-
-    return backward
-
-
-for _exact, _ops in {
-    False: (aten.upsample_nearest1d_backward, aten.upsample_nearest2d_backward, aten.upsample_nearest3d_backward),
-    True: (
-        aten._upsample_nearest_exact1d_backward,
-        aten._upsample_nearest_exact2d_backward,
-        aten._upsample_nearest_exact3d_backward,
-    ),
-}.items():
-    lowers(*(op.default for op in _ops))(_nearest_backward(_exact))
 
 _FILTERS = {
     "bilinear": (1, _triangle),
