@@ -7,7 +7,6 @@ layers stays PyTorch's own.
 Shapes: T steps, B batch, C input width, H hidden width, G gates times H, P width of the output.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -215,17 +214,16 @@ def _wide(x):
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def _gated(kind, state, given, own):
-    """The next state by the gates of a step, before any projection."""
-    if kind == "lstm":
-        i, f, g, o = jnp.split(given + own, 4, -1)
-        c = jax.nn.sigmoid(f) * state[1] + jax.nn.sigmoid(i) * jnp.tanh(g)
-        return jax.nn.sigmoid(o) * jnp.tanh(c), c
-    if kind == "gru":
-        (given_r, given_z, given_n), (own_r, own_z, own_n) = jnp.split(given, 3, -1), jnp.split(own, 3, -1)
-        n = jnp.tanh(given_n + jax.nn.sigmoid(given_r + own_r) * own_n)
-        return ((state[0] - n) * jax.nn.sigmoid(given_z + own_z) + n,)
-    return ((jnp.tanh if kind == "rnn_tanh" else jax.nn.relu)(given + own),)
+def _lstm(pre, c):
+    i, f, g, o = jnp.split(pre, 4, -1)
+    i, f, g, o = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
+    return i, f, g, o, f * c + i * g
+
+
+def _gru(given, own):
+    (given_r, given_z, given_n), (own_r, own_z, own_n) = jnp.split(given, 3, -1), jnp.split(own, 3, -1)
+    r, z = jax.nn.sigmoid(given_r + own_r), jax.nn.sigmoid(given_z + own_z)
+    return r, z, jnp.tanh(given_n + r * own_n), own_n
 
 
 @lowers(torch.ops.torch_shard.recurrence.default, on_mesh=True)
@@ -247,10 +245,20 @@ def _states(kind, gates, state, weights, reverse, mask):
 
     def step(state, given):
         given, there = given
-        h, *c = _gated(kind, state, given, _own(state[0], w_hh, bias))
-        new = (h if projection is None else _product(h, projection.T), *c)
+        new = cell(state, given)
         new = new if there is None else _held(there, new, state)
         return new, tuple(n.astype(gates.dtype) for n in new)
+
+    def cell(state, given):
+        own = _own(state[0], w_hh, bias)
+        if kind == "lstm":
+            _, _, _, o, c = _lstm(given + own, state[1])
+            h = o * jnp.tanh(c)
+            return (h if projection is None else _product(h, projection.T), c)
+        if kind == "gru":
+            _, z, n, _ = _gru(given, own)
+            return ((state[0] - n) * z + n,)
+        return (jnp.tanh(given + own) if kind == "rnn_tanh" else jax.nn.relu(given + own),)
 
     start = vary_like(tuple(map(_wide, state)), gates, list(weights))
     return jax.lax.scan(step, start, (gates, mask), reverse=reverse)[1]
@@ -277,33 +285,76 @@ def recurrence_backward(kind, gates, state, weights, reverse, mask, outputs, gra
 def _gradients(kind, gates, state, weights, reverse, mask, outputs, grads):
     w_hh, bias, projection = split_weights(kind, state, weights)
     before = [_shifted(s, steps, reverse) for s, steps in zip(state, outputs, strict=True)]
-    derivative = jax.vmap(functools.partial(jax.vjp, functools.partial(_gated, kind)))
     own = _own(_wide(before[0]), w_hh, bias)
-    (h, *_), pulls = derivative(tuple(map(_wide, before)), _wide(gates), own)  # of all steps at once
-    start = vary_like(tuple(jnp.zeros_like(_wide(s)) for s in state), list(grads), pulls, w_hh, projection)
+    back = {"lstm": _lstm_back, "gru": _gru_back}.get(kind, _rnn_back)
+    factors, step = back(kind, gates, own, before, outputs, w_hh, projection)
+    start = vary_like(tuple(jnp.zeros_like(_wide(s)) for s in state), list(grads), factors, w_hh, projection)
 
-    def step(later, given):
-        (grads, pull), there = given
-        passed = grad_h, *grad_c = tuple(map(jnp.add, later, grads))
-        of_inner = grad_h if projection is None else _product(grad_h, projection)
-        of_state, of_given, of_own = pull((of_inner, *grad_c))
-        earlier = of_state[0] + _product(of_own, w_hh), *of_state[1:]
-        found = of_given, of_own, *(() if projection is None else (grad_h,))
+    def masked_step(later, given):
+        given, there = given
+        earlier, found = step(later, given)
         if there is not None:
+            passed = tuple(map(jnp.add, later, given[0]))
             earlier, found = _held(there, earlier, passed), _held(there, found, map(jnp.zeros_like, found))
         return earlier, tuple(value.astype(gates.dtype) for value in found)
 
     grad_state, (grad_given, grad_own, *for_projection) = jax.lax.scan(
-        step, start, ((tuple(grads), pulls), mask), reverse=not reverse
+        masked_step, start, ((tuple(grads), factors), mask), reverse=not reverse
     )
     grad_weights = [jnp.einsum("tbg,tbp->gp", grad_own, before[0])]
     if bias is not None:
         grad_weights.append(jnp.sum(grad_own, (0, 1)))
     if projection is not None:
-        grad_weights.append(jnp.einsum("tbp,tbh->ph", for_projection[0], h))
+        grad_h, h = for_projection[0], factors[-1]
+        grad_weights.append(jnp.einsum("tbp,tbh->ph", grad_h, h))
     return grad_given, *(g.astype(s.dtype) for g, s in zip(grad_state, state, strict=True)), *grad_weights
 
 
 def _shifted(first, steps, reverse):
     """The state before each step."""
     return jnp.concatenate([steps[1:], first[None]] if reverse else [first[None], steps[:-1]])
+
+
+def _lstm_back(kind, gates, own, before, outputs, w_hh, projection):
+    i, f, g, o, _ = _lstm(gates + own, before[1])
+    tanh = jnp.tanh(outputs[1])
+    # What the gradients of h (before its projection) and of c are multiplied by, for the gates i, f, g and for o.
+    by_c = jnp.concatenate([g * i * (1 - i), before[1] * f * (1 - f), i * (1 - g * g)], -1)
+    factors = (by_c, tanh * o * (1 - o), o * (1 - tanh * tanh), f, o * tanh)
+
+    def step(later, given):
+        (grad_h, grad_c), (by_c, by_h, h_to_c, f, _) = given
+        grad_out = grad_h + later[0]
+        grad_h = grad_out if projection is None else _product(grad_out, projection)
+        grad_c = grad_c + later[1] + grad_h * h_to_c
+        grad = jnp.concatenate([jnp.concatenate([grad_c] * 3, -1) * by_c, grad_h * by_h], -1)
+        return (_product(grad, w_hh), grad_c * f), (grad, grad, *(() if projection is None else (grad_out,)))
+
+    return factors, step
+
+
+def _gru_back(kind, gates, own, before, outputs, w_hh, projection):
+    r, z, n, own_n = _gru(gates, own)
+    factors = ((1 - z) * (1 - n * n), (before[0] - n) * z * (1 - z), own_n * r * (1 - r), r, z)
+
+    def step(later, given):
+        (grad_h,), (by_n, by_z, by_r, r, z) = given
+        grad_h = grad_h + later[0]
+        grad_n = grad_h * by_n
+        first_two = [grad_n * by_r, grad_h * by_z]
+        grad_own = jnp.concatenate([*first_two, grad_n * r], -1)
+        return (grad_h * z + _product(grad_own, w_hh),), (jnp.concatenate([*first_two, grad_n], -1), grad_own)
+
+    return factors, step
+
+
+def _rnn_back(kind, gates, own, before, outputs, w_hh, projection):
+    h = outputs[0]
+    factors = (1 - h * h if kind == "rnn_tanh" else (h > 0).astype(h.dtype),)
+
+    def step(later, given):
+        (grad_h,), (factor,) = given
+        grad = (grad_h + later[0]) * factor
+        return (_product(grad, w_hh),), (grad, grad)
+
+    return factors, step
