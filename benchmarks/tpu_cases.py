@@ -162,7 +162,7 @@ def llama(quick: bool, remat: str) -> TpuCase:
     sizes = Llama(layers=2, width=512, hidden=1024, heads=4, kv_heads=4, vocab=2048) if quick else Llama()
     scanned = dataclasses.replace(sizes, remat=remat == "block")
     unrolled = dataclasses.replace(scanned, unroll=True)
-    rivals = {SCANNED: scanned} if remat == "block" else {UNROLLED: unrolled, SCANNED: scanned}
+    rivals = {SCANNED: scanned} if remat == "block" else {UNROLLED: unrolled}  # the faster one
     targets = {"cycles": 1.05, "wire": 1.05, "temporaries": 1.15, "traffic": 1.15}
     return TpuCase(
         f"Llama 3 8B, 4 layers, remat={remat}",
@@ -205,7 +205,7 @@ def gpt(quick: bool) -> TpuCase:
         next_token_loss,
         tokens(16 if quick else 64, sizes.length),
         replicated,
-        {UNROLLED: by_hand(sizes), SCANNED: by_hand(dataclasses.replace(sizes, unroll=False))},
+        {UNROLLED: by_hand(sizes)},
         targets={"cycles": 1.05, "wire": 1.00, "temporaries": 1.10, "traffic": 1.10},
     )
 
