@@ -124,21 +124,18 @@ def in_blocks(q, k, v, segments, *, scale, band, cap=0, kept=None, sinks=(), bia
         return (out / total.astype(dtype), (highest + jnp.log(total))[..., 0]), sums
 
     blocks = list(_blocks((q.shape[2], k.shape[2]), band, start, drops=kept is not None, is_biased=bool(bias)))
-    (out, totals), _ = _run(one, blocks, kept, (), bias=bias)
+    (out, totals), _ = _run(one, blocks, kept, ())
     return out.reshape(*q.shape[:-1], v.shape[-1]), totals.reshape(q.shape[:-1])
 
 
-def _run(one, blocks, kept, sums, *, bias):
+def _run(one, blocks, kept, sums):
     """The rows that blocks of queries make, joined, and what they add to sums.
 
     `one(block, factors, sums)` gives both for a block: where its queries begin, how many they are, and the keys that
-    they see. Blocks that all see the same keys run in a loop: XLA compiles one of them, and holds no more than one. Not
-    with a bias of which each has a part: where it lies as the scores do not, a loop would move it for each layer anew,
-    and T5 receive a tenth more.
+    they see. Blocks that all see the same keys run in a loop: XLA compiles one of them, and holds no more than one.
     """
     size, keys = blocks[0][0].stop, blocks[0][1]
     is_equal = all(seen == keys and queries.stop - queries.start == size for queries, seen in blocks)
-    is_equal = is_equal and all(x.shape[3] == 1 for x in bias)
     if len(blocks) > 1 and is_equal and (kept is None or kept.is_cut_into(blocks)):
         return _looped(one, (size, keys), len(blocks), kept, sums)
     made, factors_of = [], [None] * len(blocks) if kept is None else kept.factors(blocks)
@@ -205,7 +202,7 @@ def in_blocks_backward(
     sums = [jnp.zeros(x.shape, wide(x.dtype)) for x in (k, v)]
     sums += [jnp.zeros(x.shape, wide(q.dtype)) for x in grouped if x.dtype != bool]
     blocks = list(_blocks((shape[2], k.shape[2]), band, start, drops=kept is not None, is_biased=bool(bias)))
-    (grad_q,), (grad_k, grad_v, *of_bias) = _run(one, blocks, kept, tuple(sums), bias=grouped)
+    (grad_q,), (grad_k, grad_v, *of_bias) = _run(one, blocks, kept, tuple(sums))
     of_sinks = [_gradient_of_sinks(sink, along, log_total, k.shape[1]) for sink in sinks]
     grads_of_bias = (g.reshape(x.shape).astype(x.dtype) for g, x in zip(of_bias, bias, strict=False))
     return grad_q.reshape(shape), grad_k, grad_v, *of_sinks, *grads_of_bias
