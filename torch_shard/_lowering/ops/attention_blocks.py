@@ -13,9 +13,6 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from torch_shard._common.axes import vary_like
-from torch_shard._lowering.ops.dropout import PIECES
-
 LONG = 512
 """Queries from which on attention that leaves keys out is cut into blocks, or has a kernel."""
 
@@ -52,23 +49,16 @@ def wide(dtype):
 
 def _scores(q, k, segments, block, *, scale, band, cap, start, bias):
     """Scores of a block, wide, -inf where a query does not see a key; and the derivative by their soft cap."""
-    begin, size, keys = block
-    scores = jnp.einsum("bkgtd,bksd->bkgts", _cut(q, begin, size), k[:, :, keys], preferred_element_type=wide(q.dtype))
+    queries, keys = block
+    scores = jnp.einsum("bkgtd,bksd->bkgts", q[..., queries, :], k[:, :, keys], preferred_element_type=wide(q.dtype))
     seen = _seen(scores.shape, segments, block, band=band, start=start)
     scores, slope = scale * scores, 1
     if cap:
         bent = jnp.tanh(scores / cap)
         scores, slope = cap * bent, 1 - bent * bent
-    for x in bias:
-        part = x if x.shape[3] == 1 else _cut(x, begin, size)
-        part = part if x.shape[4] == 1 else part[..., keys]
+    for part in (x[_within(x, block)] for x in bias):
         scores = jnp.where(part, scores, -jnp.inf) if part.dtype == bool else scores + part.astype(scores.dtype)
     return scores if seen is None else jnp.where(seen, scores, -jnp.inf), slope
-
-
-def _cut(x, begin, size, dim=3):
-    """The rows of a block of queries, which begins at a number that may be traced."""
-    return jax.lax.dynamic_slice_in_dim(x, begin, size, dim)
 
 
 def _grouped(bias, num_heads):
@@ -76,10 +66,9 @@ def _grouped(bias, num_heads):
     return [_by_key_head(x, num_heads if x.shape[1] > 1 else 1) for x in bias]
 
 
-def _added(x, part, starts):
-    """A sum, and what a block adds to a part of it that begins there."""
-    starts = [0 if whole == 1 else start for whole, start in zip(x.shape, starts, strict=True)]
-    return jax.lax.dynamic_update_slice(x, jax.lax.dynamic_slice(x, starts, part.shape) + part, starts)
+def _within(x, block):
+    """Where the part of a bias lies that a block needs."""
+    return ..., *(part if size > 1 else slice(None) for part, size in zip(block, x.shape[-2:], strict=True))
 
 
 def _sink(sinks, num_heads):
@@ -89,14 +78,13 @@ def _sink(sinks, num_heads):
 
 def _seen(shape, segments, block, *, band, start):
     """Which keys the queries of a block see, broadcast to scores of this shape; None for all."""
-    (begin, size, keys), (before, after) = block, band
+    (queries, keys), (before, after) = block, band
     first_query, first_key = start or (0, 0)
-    row = first_query + begin + jax.lax.broadcasted_iota(jnp.int32, shape, 3)
+    row = first_query + queries.start + jax.lax.broadcasted_iota(jnp.int32, shape, 3)
     column = first_key + keys.start + jax.lax.broadcasted_iota(jnp.int32, shape, 4)
     parts = [] if after is None else [column - row <= after]
     parts += [] if before is None else [row - column <= before]
-    if segments:
-        parts += [(_cut(segments[0], begin, size, 1)[..., None] == segments[1][:, None, keys])[:, None, None]]
+    parts += [(segments[0][:, queries, None] == segments[1][:, None, keys])[:, None, None]] if segments else []
     return functools.reduce(jnp.logical_and, parts) if parts else None
 
 
@@ -109,9 +97,9 @@ def in_blocks(q, k, v, segments, *, scale, band, cap=0, kept=None, sinks=(), bia
     dtype = dtype or v.dtype
     grouped, bias = _by_key_head(q, k.shape[1]), _grouped(bias, k.shape[1])
     about = {"scale": scale, "band": band, "cap": cap, "start": start, "bias": bias}
-
-    def one(block, factors, sums):
-        scores, _ = _scores(grouped, k, segments, block, **about)
+    outs, totals = [], []
+    for (queries, keys), factors in _with_factors((q.shape[2], k.shape[2]), band, start, kept, bias):
+        scores, _ = _scores(grouped, k, segments, (queries, keys), **about)
         highest = jnp.max(scores, -1, keepdims=True, initial=jnp.finfo(scores.dtype).min)
         highest = jnp.maximum(highest, _sink(sinks, k.shape[1])) if sinks else highest
         weights = jnp.exp(scores - highest)
@@ -119,53 +107,17 @@ def in_blocks(q, k, v, segments, *, scale, band, cap=0, kept=None, sinks=(), bia
         total = total + jnp.exp(_sink(sinks, k.shape[1]) - highest) if sinks else total
         total = jnp.where(total == 0, 1, total)
         weights = weights if factors is None else weights * factors
-        seen = v[:, :, block[2]]
-        out = jnp.einsum("bkgts,bksd->bkgtd", weights.astype(v.dtype), seen, preferred_element_type=dtype)
-        return (out / total.astype(dtype), (highest + jnp.log(total))[..., 0]), sums
-
-    blocks = list(_blocks((q.shape[2], k.shape[2]), band, start, drops=kept is not None, is_biased=bool(bias)))
-    (out, totals), _ = _run(one, blocks, kept, ())
-    return out.reshape(*q.shape[:-1], v.shape[-1]), totals.reshape(q.shape[:-1])
+        out = jnp.einsum("bkgts,bksd->bkgtd", weights.astype(v.dtype), v[:, :, keys], preferred_element_type=dtype)
+        outs.append(out / total.astype(dtype))
+        totals.append((highest + jnp.log(total))[..., 0])
+    out = jnp.concatenate(outs, 3).reshape(*q.shape[:-1], v.shape[-1])
+    return out, jnp.concatenate(totals, 3).reshape(q.shape[:-1])
 
 
-def _run(one, blocks, kept, sums):
-    """The rows that blocks of queries make, joined, and what they add to sums.
-
-    `one(block, factors, sums)` gives both for a block: where its queries begin, how many they are, and the keys that
-    they see. Blocks that all see the same keys run in a loop: XLA compiles one of them, and holds no more than one.
-    """
-    size, keys = blocks[0][0].stop, blocks[0][1]
-    is_equal = all(seen == keys and queries.stop - queries.start == size for queries, seen in blocks)
-    if len(blocks) > 1 and is_equal and (kept is None or kept.is_cut_into(blocks)):
-        return _looped(one, (size, keys), len(blocks), kept, sums)
-    made, factors_of = [], [None] * len(blocks) if kept is None else kept.factors(blocks)
-    for (queries, keys), factors in zip(blocks, factors_of, strict=True):
-        own, sums = one((queries.start, queries.stop - queries.start, keys), factors, sums)
-        made.append(own)
-    return [jnp.concatenate(rows, 3) for rows in zip(*made, strict=True)], sums
-
-
-def _looped(one, block, num, kept, sums):
-    """The same for so many blocks, of which each has so many queries, and the same keys."""
-    size, keys = block
-    num_drawn = num if kept is None else PIECES
-
-    def at(number, drawn, sums):
-        factors = None if kept is None else kept.of_piece(drawn, number % PIECES)
-        return one((number * size, size, keys), factors, sums)
-
-    def body(number, carry, drawn):
-        own, sums = at(number, drawn, carry[1])
-        rows = zip(carry[0], own, strict=True)
-        return [jax.lax.dynamic_update_slice_in_dim(whole, part, number * size, 3) for whole, part in rows], sums
-
-    made = jax.eval_shape(lambda: at(0, kept and kept.bits(0, keys), sums))
-    rows = [jnp.zeros((*x.shape[:3], num * size, *x.shape[4:]), x.dtype) for x in made[0]]
-    carry = vary_like((rows, sums), made)
-    for first in range(0, num, num_drawn):
-        drawn = None if kept is None else kept.bits(first // PIECES, keys)
-        carry = jax.lax.fori_loop(first, first + num_drawn, functools.partial(body, drawn=drawn), carry)
-    return carry
+def _with_factors(shape, band, start, kept, bias):
+    """Each block of weights (..., T, S), and the factors of its weights, None without dropout."""
+    blocks = list(_blocks(shape, band, start, drops=kept is not None, is_biased=bool(bias)))
+    return zip(blocks, [None] * len(blocks) if kept is None else kept.factors(blocks), strict=True)
 
 
 def in_blocks_backward(
@@ -182,30 +134,26 @@ def in_blocks_backward(
     along = jnp.sum((grad * out).astype(wide(q.dtype)), -1, keepdims=True)
     grouped = _grouped(bias, k.shape[1])
     about = {"scale": scale, "band": band, "cap": cap, "start": start, "bias": grouped}
-
-    def one(block, factors, sums):
-        (begin, size, keys), (grad_k, grad_v, *of_bias) = block, sums
-        rows, grad_rows = _cut(q, begin, size), _cut(grad, begin, size)
-        scores, slope = _scores(q, k, segments, block, **about)
-        weights = jnp.exp(scores - _cut(log_total, begin, size)[..., None])
-        grad_weights = jnp.einsum("bkgtd,bksd->bkgts", grad_rows, v[:, :, keys], preferred_element_type=wide(v.dtype))
+    grad_qs, grad_k, grad_v = [], jnp.zeros(k.shape, wide(k.dtype)), jnp.zeros(v.shape, wide(v.dtype))
+    of_bias = [jnp.zeros(x.shape, wide(q.dtype)) for x in grouped if x.dtype != bool]
+    for (queries, keys), factors in _with_factors((shape[2], k.shape[2]), band, start, kept, bias):
+        rows = (..., queries, slice(None))
+        scores, slope = _scores(q, k, segments, (queries, keys), **about)
+        weights = jnp.exp(scores - log_total[..., queries, None])
+        grad_weights = jnp.einsum("bkgtd,bksd->bkgts", grad[rows], v[:, :, keys], preferred_element_type=wide(v.dtype))
         factors = 1 if factors is None else factors
-        of_scores = weights * (factors * grad_weights - _cut(along, begin, size))
-        of_bias = [_added(x, _summed(of_scores, x), (0, 0, 0, begin, keys.start)) for x in of_bias]
+        of_scores = weights * (factors * grad_weights - along[rows])
+        of_bias = [x.at[_within(x, (queries, keys))].add(_summed(of_scores, x)) for x in of_bias]
         grad_scores = (scale * slope * of_scores).astype(q.dtype)
-        grad_q = jnp.einsum("bkgts,bksd->bkgtd", grad_scores, k[:, :, keys], preferred_element_type=dtype or q.dtype)
-        of_keys = jnp.einsum("bkgts,bkgtd->bksd", grad_scores, rows)
-        of_values = jnp.einsum("bkgts,bkgtd->bksd", (weights * factors).astype(v.dtype), grad_rows)
-        grads = (_added(x, own, (0, 0, keys.start, 0)) for x, own in ((grad_k, of_keys), (grad_v, of_values)))
-        return (grad_q,), (*grads, *of_bias)
-
-    sums = [jnp.zeros(x.shape, wide(x.dtype)) for x in (k, v)]
-    sums += [jnp.zeros(x.shape, wide(q.dtype)) for x in grouped if x.dtype != bool]
-    blocks = list(_blocks((shape[2], k.shape[2]), band, start, drops=kept is not None, is_biased=bool(bias)))
-    (grad_q,), (grad_k, grad_v, *of_bias) = _run(one, blocks, kept, tuple(sums))
+        grad_qs.append(
+            jnp.einsum("bkgts,bksd->bkgtd", grad_scores, k[:, :, keys], preferred_element_type=dtype or q.dtype)
+        )
+        grad_k = grad_k.at[:, :, keys].add(jnp.einsum("bkgts,bkgtd->bksd", grad_scores, q[rows]))
+        dropped = (weights * factors).astype(v.dtype)
+        grad_v = grad_v.at[:, :, keys].add(jnp.einsum("bkgts,bkgtd->bksd", dropped, grad[rows]))
     of_sinks = [_gradient_of_sinks(sink, along, log_total, k.shape[1]) for sink in sinks]
     grads_of_bias = (g.reshape(x.shape).astype(x.dtype) for g, x in zip(of_bias, bias, strict=False))
-    return grad_q.reshape(shape), grad_k, grad_v, *of_sinks, *grads_of_bias
+    return jnp.concatenate(grad_qs, 3).reshape(shape), grad_k, grad_v, *of_sinks, *grads_of_bias
 
 
 def _summed(grad, bias):

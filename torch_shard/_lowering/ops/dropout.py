@@ -29,7 +29,7 @@ aten = torch.ops.aten
 MOST_DRAWN = 1 << 32
 """Elements that places of one word count."""
 
-PIECES, _LONGEST = 4, 128
+_PIECES, _LONGEST = 4, 128
 """Pieces of a group, and rows of the longest: those of a block of attention."""
 
 
@@ -82,30 +82,23 @@ def kept(seed, shape, dropout):
 def _drawn(seed, share, shape):
     *lead, length, width = (1,) * (2 - len(shape)) + tuple(shape)
     piece = _rows_of_piece(length)
-    num_groups = -(-length // (PIECES * piece))
+    num_groups = -(-length // (_PIECES * piece))
     own = [_places(0, size) for size in (*lead, min(length, num_groups * piece), width)]
-    words = _four_words(seed, (*lead, num_groups * piece, width), own)
+    drawn = [_is_among(words, share) for words in _four_words(seed, (*lead, num_groups * piece, width), own)]
     if length <= piece:
-        return _is_among(words[0], share).reshape(shape)
-    bits = _as_bits(words, share).reshape(*lead, num_groups, 1, piece, width)
-    masks = jnp.uint8(1) << jax.lax.broadcasted_iota(jnp.uint8, (PIECES, 1, 1), 0)
-    return (bits & masks != 0).reshape(*lead, -1, width)[..., :length, :].reshape(shape)
+        return drawn[0].reshape(shape)
+    groups = jnp.stack([x.reshape(*lead, num_groups, piece, width) for x in drawn], -3)
+    return groups.reshape(*lead, -1, width)[..., :length, :].reshape(shape)
 
 
 def _rows_of_piece(length):
     """A quarter of all, in whole tiles of 32 rows, as bytes lie; no more than a block of attention has."""
-    return min(_LONGEST, -(-length // (32 * PIECES)) * 32)
+    return min(_LONGEST, -(-length // (32 * _PIECES)) * 32)
 
 
 def _is_among(words, share):
     """Tell which are among such a share of all words; exact to one of them."""
     return words <= np.uint32(max(math.ceil(share * 2**32), 1) - 1)
-
-
-def _as_bits(words, share):
-    """Which are among such a share, a bit for each of four; held as bytes, and neither as words nor drawn again."""
-    drawn = (_is_among(each, share).astype(jnp.uint32) << at for at, each in enumerate(words))
-    return jax.lax.optimization_barrier(functools.reduce(jnp.bitwise_or, drawn).astype(jnp.uint8))
 
 
 def _four_words(seed, sizes, at):
@@ -133,28 +126,17 @@ class KeptWeights:
         num_rows, num_heads, length, num_keys = of or (*q.shape[:3], k.shape[2])
         self._seed, self._dropout, self._first = seed, dropout, start[2:]
         self._piece = _rows_of_piece(length)
-        self._group = PIECES * self._piece
+        self._group = _PIECES * self._piece
         self._sizes = (num_rows, num_heads // grouped, grouped, -(-length // self._group) * self._piece, num_keys)
         self._lead = (_places(start[0], len(q)), _places(start[1], k.shape[1]), _places(0, grouped))
         is_whole = isinstance(start[2], int) and not start[2]
         self._starts_a_group = is_whole or not q.shape[2] % self._group
 
-    def is_cut_into(self, blocks):
-        """Tell whether these blocks of one size are pieces of whole groups."""
-        is_piece = blocks[0][0].stop == self._piece
-        return is_piece and self._starts_a_group and not len(blocks) % PIECES
-
     def factors(self, blocks):
         """For each block `(queries, keys)` the factors of its weights, (B, K, N / K, queries, keys)."""
         drawn = self._of_pieces(blocks) if self._starts_a_group else map(self._one_by_one, blocks)
-        return [self._scaled(each) for each in drawn]
-
-    def of_piece(self, bits, at):
-        """The factors of the weights of a piece, of the bits of its group."""
-        return self._scaled(bits & (jnp.uint8(1) << jnp.asarray(at, jnp.uint8)) != 0)
-
-    def _scaled(self, drawn):
-        return jnp.where(drawn, np.float32(1 / (1 - self._dropout)), np.float32(0))
+        scale = np.float32(1 / (1 - self._dropout))
+        return [jnp.where(each, scale, np.float32(0)) for each in drawn]
 
     def _of_pieces(self, blocks):
         """What is kept in blocks of whole groups, each drawn once for all keys that a block sees."""
@@ -162,32 +144,32 @@ class KeptWeights:
         for queries, keys in blocks:
             parts = []
             for number in range(queries.start // piece, -(-queries.stop // piece)):
-                group, at = divmod(number, PIECES)
+                group, at = divmod(number, _PIECES)
                 if group not in groups:
                     groups[group] = self._of_group(group, blocks)
-                first, bits = groups[group]
+                first, drawn = groups[group]
                 begin, end = (min(max(row - number * piece, 0), piece) for row in (queries.start, queries.stop))
-                bits = bits[..., begin:end, keys.start - first : keys.stop - first]
-                parts.append(bits & np.uint8(1 << at) != 0)
+                parts.append(drawn[at][..., begin:end, keys.start - first : keys.stop - first])
             yield parts[0] if len(parts) == 1 else jnp.concatenate(parts, 3)
 
     def _of_group(self, number, blocks):
         begin, end = number * self._group, (number + 1) * self._group
         seen = [keys for queries, keys in blocks if queries.start < end and queries.stop > begin]
         keys = slice(min(each.start for each in seen), max(each.stop for each in seen))
-        return keys.start, self.bits(number, keys)
-
-    def bits(self, number, keys):
-        """What is kept of a group, a bit for each of its pieces."""
         rows = _places(self._first[0] // self._group * self._piece + number * self._piece, self._piece)
-        return _as_bits(self._words(rows, keys), 1 - self._dropout)
+        drawn = [_is_among(words, 1 - self._dropout) for words in self._words(rows, keys)]
+        bits = functools.reduce(jnp.bitwise_or, (each.astype(jnp.uint32) << at for at, each in enumerate(drawn)))
+        bits = jax.lax.optimization_barrier(
+            bits.astype(jnp.uint8)
+        )  # held as bytes, and not as words or drawn again for each block
+        return keys.start, [bits & np.uint8(1 << at) != 0 for at in range(_PIECES)]
 
     def _one_by_one(self, block):
         """What is kept in a block that begins anywhere: a call for each weight."""
         queries, keys = block
         rows = _places(self._first[0] + queries.start, queries.stop - queries.start)
         words = self._words(rows // self._group * self._piece + rows % self._piece, keys)
-        number = (rows // self._piece % PIECES)[:, None]
+        number = (rows // self._piece % _PIECES)[:, None]
         number = jnp.broadcast_to(number, words[0].shape).astype(jnp.int32)
         return _is_among(jax.lax.select_n(number, *words), 1 - self._dropout)
 
