@@ -1,8 +1,7 @@
 """The gradient of a matrix that is embedding and head at once: summed on each device, and then once over the devices.
 
 XLA's partitioner sums each of its two parts over the devices as soon as it is made, and each is as large as the matrix.
-What a device adds up in float32 is made some features at a time, so that it never holds a matrix that wide; in a loop,
-as XLA:TPU takes seconds to compile one such product.
+What a device adds up in float32 is made some features at a time, so that it never holds a matrix that wide.
 """
 
 import math
@@ -82,15 +81,9 @@ def tied_gradient(grad_logits, hidden, grad_rows, ids, padding_idx, *, split=Non
 
     def narrow(grad_logits, hidden, grad_rows, ids):
         """The same in the dtype of the product."""
-        width = hidden.shape[-1] // _num_parts(hidden.shape[-1])
-
-        def part(number, found):
-            own, rows = (jax.lax.dynamic_slice_in_dim(x, number * width, width, -1) for x in (hidden, grad_rows))
-            made = local(grad_logits, own, rows, ids).astype(dtype)
-            return jax.lax.dynamic_update_slice_in_dim(found, made, number * width, -1)
-
-        empty = jnp.zeros((grad_logits.shape[-1], hidden.shape[-1]), dtype)
-        return jax.lax.fori_loop(0, hidden.shape[-1] // width, part, empty)
+        num = _num_parts(hidden.shape[-1])
+        parts = zip(jnp.split(hidden, num, -1), jnp.split(grad_rows, num, -1), strict=True)
+        return jnp.concatenate([local(grad_logits, x, rows, ids).astype(dtype) for x, rows in parts], -1)
 
     given = (grad_logits, hidden, grad_rows, ids)
     cuts = [] if split is None else _cuts(split, ids.shape, hidden.ndim)
