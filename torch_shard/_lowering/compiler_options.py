@@ -50,7 +50,7 @@ def whole_collectives(mesh: Mesh) -> Options | None:
         return None
     version = mesh.devices.flat[0].client.platform_version
     if version not in _KNOWS_WHOLE:
-        _KNOWS_WHOLE[version] = _knows(WHOLE, mesh)
+        _KNOWS_WHOLE[version] = _compiles(WHOLE, mesh)
     return WHOLE if _KNOWS_WHOLE[version] else None
 
 
@@ -58,19 +58,16 @@ _KNOWS_WHOLE: dict[str, bool] = {}
 """By version of the compiler."""
 
 
-def _knows(options: Options, mesh: Mesh) -> bool:
-    """Tell whether a compiler has these options: if so, it stops at one after them that no compiler has."""
+def _compiles(options: Options, mesh: Mesh) -> bool:
+    """Tell whether a compiler has these options."""
     number = jax.ShapeDtypeStruct((), np.float32, sharding=NamedSharding(mesh, PartitionSpec()))
     try:
-        jax.jit(jax.numpy.negative, compiler_options={**options, _OF_NONE: True}).lower(number).compile()
+        jax.jit(jax.numpy.negative, compiler_options=options).lower(number).compile()
     except jax.errors.JaxRuntimeError as error:
         if "No such compile option" not in str(error):
             raise
-        return _OF_NONE in str(error)
+        return False
     return True
-
-
-_OF_NONE = "torch_shard_no_such_option"
 
 
 @functools.cache
@@ -97,7 +94,7 @@ def safe_pads() -> Options:
 @functools.cache
 def safe_exps(mesh: Mesh) -> Options:
     """Options for right sums of exponentials on CPUs."""
-    return _WITHOUT_YNNPACK if jax.__version_info__ < (0, 11) and _knows(_WITHOUT_YNNPACK, mesh) else {}
+    return _WITHOUT_YNNPACK if jax.__version_info__ < (0, 11) and _compiles(_WITHOUT_YNNPACK, mesh) else {}
 
 
 def cut_add_pad(i: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
