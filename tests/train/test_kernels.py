@@ -15,6 +15,7 @@ from torch_shard._sharding.forms import KernelLast
 
 WIDTH, LAYERS = 8, 3
 STORED = {"first.*.conv.weight": KernelLast(4), "up.weight": KernelLast(4), "line.weight": KernelLast(3)}
+STORED |= {"square.weight": KernelLast(4)}
 
 
 class Block(nn.Module):
@@ -27,15 +28,16 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Convolutions of a repeated layer in groups, a transposed one, and one along a line."""
+    """Convolutions of a repeated layer in groups, a transposed one, one whose dims are all alike, one along a line."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.up, self.line = nn.ConvTranspose2d(WIDTH, 4, 2, stride=2), nn.Conv1d(4, 2, 3)
+        self.up, self.square = nn.ConvTranspose2d(WIDTH, 4, 2, stride=2), nn.Conv2d(4, 4, 4)
+        self.line = nn.Conv1d(4, 2, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.line(self.up(self.first(x)).tanh().flatten(2))
+        return self.line(self.square(self.up(self.first(x)).tanh()).tanh().flatten(2))
 
 
 def make_batch(seed: int = 1) -> torch.Tensor:

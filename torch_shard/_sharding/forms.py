@@ -3,8 +3,9 @@
 `restore` is made of views and slices only, so what derives it gives gradients in the stored form.
 """
 
-# JAX and PyTorch annotate some of their functions in part.
-# pyright: reportUnknownMemberType=false
+# JAX and PyTorch annotate some of their functions in part; what a module holds is in attributes with an underscore.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
+from torch.nn.modules.conv import _ConvNd
 
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import is_integer
@@ -257,6 +259,18 @@ def _permuted(array: A, order: list[int]) -> A:
 
 
 Form: TypeAlias = Pieces | Padded | KernelLast
+
+
+def kernel_forms(source: object, platform: str) -> dict[str, Form]:
+    """The kernels of a model's convolutions, by name, in the form that devices of this platform compute with."""
+    found: dict[str, Form] = {}
+    if platform != "tpu" or not isinstance(source, torch.nn.Module):
+        return found
+    for path, module in source.named_modules():
+        weight = module._parameters.get("weight")
+        if isinstance(module, _ConvNd) and weight is not None:
+            found[f"{path}.weight" if path else "weight"] = KernelLast(weight.ndim)
+    return found
 
 
 @dataclass(frozen=True)

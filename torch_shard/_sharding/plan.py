@@ -1,7 +1,7 @@
 """Plans of how entries are split: rules from names to specs, checked against shapes before anything moves."""
 
 # What a module holds, PyTorch keeps in attributes with an underscore, and annotates in part.
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 from rich.text import Text
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from torch_shard._common.caller import public
@@ -28,7 +27,7 @@ from torch_shard._common.wrappers import unwrapped
 from torch_shard._sharding.activations import Constraint, find_type_fault, resolve_activations
 from torch_shard._sharding.context import Context
 from torch_shard._sharding.entries import group_ties
-from torch_shard._sharding.forms import Form, KernelLast, Padded, Pieces
+from torch_shard._sharding.forms import Form, Padded, Pieces, kernel_forms
 from torch_shard._sharding.mesh import axes_of, check_mesh, describe_mesh, describe_spec, find_spec_faults
 from torch_shard._sharding.patterns import make_matcher
 from torch_shard._sharding.pipeline import Pipeline
@@ -215,7 +214,7 @@ class ShardingPlan(InNotebooks):
         source = unwrapped(source) if isinstance(source, torch.nn.Module) else source
         values = _read(source)
         hits, formed = _hits(self._specs, values), _hits(self._forms, values)
-        rearranged = _kernels(source, mesh.devices.flat[0].platform)
+        rearranged = kernel_forms(source, mesh.devices.flat[0].platform)
         entries: dict[str, ResolvedEntry] = {}
         faults: dict[str, list[str]] = {}
         for names in group_ties(values, by_identity=isinstance(source, torch.nn.Module)):
@@ -295,18 +294,6 @@ class ShardingPlan(InNotebooks):
         else:
             clash += f' Add a rule for "{name}" itself, or narrow the patterns.'
         return name, key, self._specs[key], clash
-
-
-def _kernels(source: object, platform: str) -> dict[str, Form]:
-    """The kernels of a model's convolutions, in the form that a TPU computes with."""
-    found: dict[str, Form] = {}
-    if platform != "tpu" or not isinstance(source, torch.nn.Module):
-        return found
-    for path, module in source.named_modules():
-        weight = module._parameters.get("weight")
-        if isinstance(module, _ConvNd) and weight is not None:
-            found[f"{path}.weight" if path else "weight"] = KernelLast(weight.ndim)
-    return found
 
 
 def _hits(rules: Mapping[_Rule, object], names: Iterable[str]) -> dict[str, list[_Rule]]:
