@@ -15,6 +15,7 @@ from tests.oracles.derivatives import both
 from tests.oracles.steps import step_of
 from tests.tables.cases import make_mesh
 from torch_shard._cost.total import costs_of
+from torch_shard._lowering.ops import conv as conv_module
 from torch_shard._sharding import plan as plan_module
 
 
@@ -101,6 +102,37 @@ def test_a_short_depthwise_convolution_of_a_sequence_is_split_by_channels() -> N
     assert sorted(gathered) == ["f32[16,4]", "f32[16]"]  # gradients of weight and bias alone
     assert set(found) == {"all-gather", "all-reduce"}
     step.prove(step.init(), x).raise_if_different()
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 33, 48), (2, 3, 7, 8, 9), (3, 1, 9)], ids=str)
+def test_images_taken_apart_into_patches_equal_eager_torch(shape: tuple[int, ...]) -> None:
+    """Kernels as large as their steps; what is left over behind the last patch is not read."""
+    torch.manual_seed(0)
+    kernel = (4, 3, 2)[: len(shape) - 2]
+    inputs = [torch.randn(size) for size in (shape, (5, shape[1], *kernel), (5,))]
+    op = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(kernel)]
+
+    def conv(*given: torch.Tensor) -> torch.Tensor:
+        return op(*given, stride=kernel)
+
+    for found, wanted in both(conv, inputs, eager=conv):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))  # order of sums
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
+def test_patches_take_less_code_on_tpu_than_a_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
+    def code_bytes() -> int:
+        with torch.device("meta"):
+            model = nn.Conv2d(3, 768, 16, 16)
+        mesh = ts.make_mesh(topology="v5e:2x2", batch=4)
+        step = step_of(model, optimizer=optax.sgd(0.1), mesh=mesh, compute_dtype=torch.bfloat16)
+        compiled = step.lower(step.structs, torch.empty(128, 3, 224, 224, device="meta")).compile()
+        return compiled.memory_analysis().generated_code_size_in_bytes
+
+    ours = code_bytes()
+    monkeypatch.setattr(conv_module, "_takes_patches", lambda *given: False)
+    assert ours < 0.5 * code_bytes()  # 0.33 with libtpu 0.0.42, and a quarter of the seconds
 
 
 def bottleneck() -> nn.Module:

@@ -18,6 +18,7 @@ from tests.oracles.graphs import nodes_of, targets_of
 from tests.oracles.steps import step_of
 from tests.tables.cases import make_mesh
 from torch_shard._cost.total import costs_of
+from torch_shard._lowering.ops import tied_embedding
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 256, 16, 8, 6
 
@@ -69,6 +70,13 @@ def test_a_tied_gradient_goes_over_the_wire_once_and_narrow() -> None:
     assert received < 1.1 * 2 * 3 / 4 * VOCABULARY * WIDTH * 2  # an all-reduce over four, in bfloat16
 
 
+@pytest.fixture
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small matrix takes as many parts as a large one."""
+    monkeypatch.setattr(tied_embedding, "_LARGEST_PART", 1)
+
+
+@pytest.mark.usefixtures("in_parts")
 def test_a_tied_gradient_is_never_whole_in_float32() -> None:
     """Under FSDP: each device keeps its features of the sum, and makes those of its own rows some at a time."""
     text = tied_on_tpus(384, ts.plans.fsdp)
@@ -77,7 +85,9 @@ def test_a_tied_gradient_is_never_whole_in_float32() -> None:
     assert f"f32[{VOCABULARY},384]" not in text
 
 
-def test_a_tied_gradient_in_bfloat16_is_torchs() -> None:
+@pytest.mark.parametrize("largest_part", [1, 80 << 20])
+def test_a_tied_gradient_in_bfloat16_is_torchs(largest_part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tied_embedding, "_LARGEST_PART", largest_part)
     torch.manual_seed(0)
     model, batch = Model(tied=True, width=256), torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
     step = step_of(

@@ -18,6 +18,9 @@ from torch_shard._lowering.rows import RowSplit
 
 aten, ours = torch.ops.aten, torch.ops.torch_shard
 
+_LARGEST_PART = 80 << 20
+"""Bytes of the whole matrix in float32 that are worth a part of its own."""
+
 
 @captured_op(
     "torch_shard::tied_gradient",
@@ -81,7 +84,7 @@ def tied_gradient(grad_logits, hidden, grad_rows, ids, padding_idx, *, split=Non
 
     def narrow(grad_logits, hidden, grad_rows, ids):
         """The same in the dtype of the product."""
-        num = _num_parts(hidden.shape[-1])
+        num = _num_parts(grad_logits.shape[-1], hidden.shape[-1])
         parts = zip(jnp.split(hidden, num, -1), jnp.split(grad_rows, num, -1), strict=True)
         return jnp.concatenate([local(grad_logits, x, rows, ids).astype(dtype) for x, rows in parts], -1)
 
@@ -108,10 +111,11 @@ def _cuts(rows: RowSplit, shape: tuple[int, ...], ndim: int) -> list[tuple[int, 
     return cuts
 
 
-def _num_parts(num_features: int) -> int:
-    """Of a device's share: at most eight, each a multiple of the 128 lanes of a TPU."""
+def _num_parts(num_words: int, num_features: int) -> int:
+    """At most eight, each a multiple of the 128 lanes of a TPU: every part reads all gradients of logits."""
     blocks, rest = divmod(num_features, 128)
-    return 1 if rest else max(num for num in range(1, 9) if blocks % num == 0)
+    most = min(8, -(-4 * num_words * num_features // _LARGEST_PART))
+    return 1 if rest else max(num for num in range(1, 1 + most) if blocks % num == 0)
 
 
 def _by_shard(x: jax.Array, cuts: list[tuple[int, tuple[str, ...]]], rows: RowSplit) -> jax.Array:
