@@ -38,13 +38,14 @@ SECTIONS = {  # and the simulated devices of each
     "tpu_pipeline": 1,
     "scale": 1,
     "tuning": 1,
+    "regret": 1,
     "ops": 8,
     "offload": 1,
     "checkpoints": 8,
     "state": 8,
     "precision": 1,
 }
-BY_MODEL = ("published", "tpu", "tpu_held_out", "tpu_models", "tpu_options", "scale")
+BY_MODEL = ("published", "tpu", "tpu_held_out", "tpu_models", "tpu_options", "scale", "regret")
 """Sections of which some models may be chosen."""
 
 

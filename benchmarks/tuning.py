@@ -193,7 +193,7 @@ def measure(name: str, minutes: float) -> dict[str, Any]:
             if known := found.get(what) or hand.get(what) or caches["hand"].read(candidate):
                 hand[what] = known
             elif compiles and time.monotonic() < deadline:
-                hand[what] = _compiled(task, candidate, caches["hand"])
+                hand[what] = compile_one(task, candidate, caches["hand"])
             else:
                 why[what] = "not compiled"
         report = _report(search, hand, {what: said for what, said in why.items() if what not in hand})
@@ -201,7 +201,7 @@ def measure(name: str, minutes: float) -> dict[str, Any]:
     return report
 
 
-def _compiled(task: Task, candidate: Candidate, cache: Cache) -> Measured:
+def compile_one(task: Task, candidate: Candidate, cache: Cache) -> Measured:
     start = time.monotonic()
     try:
         made = dataclasses.replace(task.prepare(candidate)(), took=time.monotonic() - start)
