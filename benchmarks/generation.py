@@ -20,8 +20,7 @@ from benchmarks.tpu_cases import hf_llama
 from benchmarks.tpu_decode import DecodeByHand
 from benchmarks.tpu_llama import Llama
 from torch_shard._cost.total import costs_of
-from torch_shard._generate.decode import Decode, Loop, Prefill
-from torch_shard._generate.sample import Sampling
+from torch_shard._generate.decode import Decode, Loop, Prefill, Sampling
 from torch_shard._loss import flatten_batch
 from torch_shard._state import as_arrays
 from torch_shard._train import ShardedBatch, StepOptions

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torch_shard._cost.links import Links
+from torch_shard._cost.chips import Links
 
 
 def links(kind: str, *sizes: int) -> tuple[Links, np.ndarray]:

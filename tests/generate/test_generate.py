@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
 from tests.oracles.steps import step_of
+from torch_shard._generate.decode import allowed
 from torch_shard._generate.generate import _OF_STEPS
-from torch_shard._generate.sample import allowed
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 LLAMA = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}

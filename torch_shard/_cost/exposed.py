@@ -11,9 +11,9 @@ import functools
 
 from jax.sharding import Mesh
 
+from torch_shard._cost.chips import Links
 from torch_shard._cost.collectives import axes_of_group, group_of, identity, members_of, travelling
 from torch_shard._cost.hlo import Hlo, Instruction
-from torch_shard._cost.links import Links
 from torch_shard._cost.total import Walk
 
 _ONE_BY_ONE = ("-done", "-update")

@@ -15,8 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from torch_shard._common.caller import caller, near_misses, public
 from torch_shard._common.validate import check_count, check_kind, check_number, check_seed
 from torch_shard._device import put
-from torch_shard._generate.decode import Decode, Loop, Prefill
-from torch_shard._generate.sample import Sampling
+from torch_shard._generate.decode import Decode, Loop, Prefill, Sampling
 from torch_shard._generate.settings import check_settings, setting
 from torch_shard._sharding import ShardingPlan, holdings, make_mesh
 from torch_shard._state import TrainState, check_state

@@ -24,8 +24,7 @@ from torch_shard._common.caller import caller
 from torch_shard._common.convert import flatten
 from torch_shard._loss.activations import Activations
 from torch_shard._loss.batch import BatchSignature
-from torch_shard._loss.metric_updates import for_objects
-from torch_shard._loss.result import as_metric, split_loss
+from torch_shard._loss.result import as_metric, for_objects, split_loss
 from torch_shard._lowering import OverContext
 from torch_shard._scan import Bundle, GraphInput, LayerInterceptor, LayerOptions, graph_inputs
 from torch_shard._sharding import Holdings, LossFn, ResolvedPlan, entry_places, holdings, mark_parameter, marked_like

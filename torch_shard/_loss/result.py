@@ -1,13 +1,16 @@
-"""What a loss function may return: a loss, a loss with metrics, or a mapping or record that has both."""
+"""What a loss function may return: a loss, a loss with metrics, or a mapping or record of both; metric objects."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import jax
 import numpy as np
 import torch
 
+from torch_shard._capture import MetricCall
 from torch_shard._common.caller import caller
+from torch_shard._common.convert import to_host
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call
 
@@ -99,3 +102,22 @@ def check_loss_fn(loss_fn: object) -> None:
             f"{caller()}: loss_fn is called with (model, batch), and {name} wants predictions and targets. Put them "
             "together: lambda model, batch: loss(model(batch[0]), batch[1])."
         )
+
+
+CALLS = "calls of metric objects"
+"""The name of the metric that is what they are to be given."""
+
+
+def for_objects(tensors: Sequence[Sequence[torch.Tensor]]) -> dict[str, PyTree]:
+    """The tensors of calls as a metric, each with a leading dim of one: microbatches are not to be averaged."""
+    return {CALLS: [[tensor[None] for tensor in call] for call in tensors]} if tensors else {}
+
+
+def update_objects(calls: Sequence[MetricCall], metrics: dict[str, PyTree], num_microbatches: int) -> None:
+    """Make the calls, in order, with what a step has given, and take that out of its metrics."""
+    given: list[list[jax.Array]] = metrics.pop(CALLS, [])
+    leading = 1 if num_microbatches > 1 else 0  # the last of the leading dims
+    hosts = [[to_host(array).flatten(0, leading) for array in arrays] for arrays in given]
+    for index in range(num_microbatches):
+        for call, tensors in zip(calls, hosts, strict=True):
+            call.update([tensor[index] for tensor in tensors])

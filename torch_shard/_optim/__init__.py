@@ -4,6 +4,7 @@ from torch_shard._optim.average import average_of, average_unchanged, check_aver
 from torch_shard._optim.by_name import run_by_name
 from torch_shard._optim.clipping import check_clipping, clip_in_torch, clipped
 from torch_shard._optim.from_torch import TorchOptimizer
+from torch_shard._optim.known import check_optimizer, in_optimizer
 from torch_shard._optim.moments import (
     check_moments,
     init_narrow,
@@ -13,7 +14,6 @@ from torch_shard._optim.moments import (
     parameter_of,
     widened,
 )
-from torch_shard._optim.optimizer import check_optimizer, in_optimizer
 from torch_shard._optim.transforms import (
     adadelta,
     adafactor,

@@ -1,6 +1,9 @@
-"""Which optimizers of torch are taken: those whose `step()` does what a rule says, and nothing besides."""
+"""Which optimizers are taken: any of optax; of torch those whose `step()` does what a rule says, and no more."""
 
 # pyright: reportPrivateUsage=false
+
+import contextlib
+from collections.abc import Generator
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -60,3 +63,35 @@ def refuse_own_step(optimizer: torch.optim.Optimizer) -> None:
 
 def _name_of(fn: object) -> str:
     return getattr(fn, "__qualname__", type(fn).__qualname__)
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Refuse what is no optimizer.
+
+    Raises:
+        TypeError: It is not one of torch, and has no functions `init` and `update`.
+    """
+    is_optax = hasattr(optimizer, "init") and hasattr(optimizer, "update")
+    if not is_optax and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"{caller()}: optimizer must be an optimizer of torch.optim, such as AdamW(model.parameters()), or an "
+            f"optax gradient transformation, such as optax.adamw(1e-3); got {type(optimizer).__name__}."
+        )
+
+
+@contextlib.contextmanager
+def in_optimizer(function: str) -> Generator[None, None, None]:
+    """Let an error of the optimiser's own code say so.
+
+    Args:
+        function: `init` or `update`, which is called within.
+    """
+    try:
+        yield
+    except Exception as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(
+            f"{caller()}: optimizer.{function} fails for the parameters of the model, a dict by name. Look at what the "
+            f"optimizer was made with: learning rates are numbers or schedules, masks and labels have the parameters' "
+            f"names. {type(error).__name__}: {error}"
+        ) from error

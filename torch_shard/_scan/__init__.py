@@ -15,8 +15,7 @@ from torch_shard._scan.execute import StackRow, StackRows, array_of, operands_of
 from torch_shard._scan.instructions import Operand
 from torch_shard._scan.intercept import LayerInterceptor
 from torch_shard._scan.pipeline_layers import Order, take
-from torch_shard._scan.pipeline_parts import NoPipeline, Parts, parts_of
+from torch_shard._scan.pipeline_parts import NoPipeline, Parts, find_stages, parts_of
 from torch_shard._scan.pipeline_run import PipelineRun
 from torch_shard._scan.region import Call
 from torch_shard._scan.siblings import Siblings, stack_layout
-from torch_shard._scan.stages import find_stages

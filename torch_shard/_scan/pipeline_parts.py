@@ -1,4 +1,4 @@
-"""A captured loss as the parts of a pipeline: its layers in a loop there and back, and what runs around these.
+"""A captured loss as the parts of a pipeline: its stages, layers in a loop there and back, and what runs around these.
 
 One microbatch goes through `once` (which is the same for all), `before`, the stages of `forward`, `middle` (head, loss,
 and their backward pass), the stages of `backward`, and `after` (the gradients of embeddings). What only adds up
@@ -7,12 +7,16 @@ gradients comes last, and once for all microbatches: a sum of sums.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
+import torch
+
+from torch_shard._common.caller import caller
 from torch_shard._scan.execute import operands_of, places_of, reads_of
 from torch_shard._scan.instructions import Instruction, Operand, Output, is_sum
 from torch_shard._scan.reroll import Loop
-from torch_shard._sharding import Stages
+from torch_shard._scan.siblings import Siblings
+from torch_shard._sharding import ResolvedPlan, Stages, axes_of, describe_mesh
 
 Item = Instruction | Loop
 
@@ -249,3 +253,60 @@ def _alike(items: Sequence[Item], varies: Callable[[int], bool]) -> tuple[list[I
         else:
             once.append(item)
     return once, each
+
+
+def find_stages(
+    model: torch.nn.Module,
+    groups: list[Siblings],
+    plan: ResolvedPlan,
+    *,
+    moments: ResolvedPlan,
+    data_axes: Collection[str],
+) -> Stages | None:
+    """The layers that a plan with a pipeline splits over stages: the largest group of layers that are alike."""
+    pipeline, mesh = plan.pipeline, plan.mesh
+    if pipeline is None:
+        return None
+    groups = [group for group in groups if group.refused is None]
+    if not groups:
+        raise ValueError(
+            f"{caller()}: a pipeline needs repeated layers, and {type(model).__name__} has no numbered siblings "
+            "(nn.ModuleList, nn.Sequential) that are alike in classes, shapes and splits. Use a plan without pipeline."
+        )
+    chosen = max(groups, key=lambda group: _num_elements(model, group))
+    layers, num = tuple(chosen.members.values()), mesh.shape[pipeline.axis]
+    parts = num * pipeline.repeats
+    if len(layers) % parts:
+        times = f" * repeats={pipeline.repeats}" if pipeline.repeats > 1 else ""
+        raise ValueError(
+            f"{caller()}: the {len(layers)} layers of {chosen.path} are not a multiple of {parts} = "
+            f"{pipeline.axis}={num}{times}, on mesh {describe_mesh(mesh)}. Choose a number of stages that divides them."
+        )
+    if fault := next(_faults(pipeline.axis, layers, plan, moments, data_axes=data_axes), None):
+        raise ValueError(
+            f"{caller()}: {fault} over {pipeline.axis!r}, which is the axis of the pipeline: a layer and its rows are "
+            f"whole on one stage. Use other axes of mesh {describe_mesh(mesh)}."
+        )
+    return Stages(pipeline, num, layers)
+
+
+def _faults(
+    axis: str, layers: tuple[str, ...], plan: ResolvedPlan, moments: ResolvedPlan, *, data_axes: Collection[str]
+) -> Iterator[str]:
+    """What else is split over the axis of the stages."""
+    own = tuple(f"{path}." for path in layers)
+    for what, resolved in (("", plan), ("optimizer_plan: ", moments)):
+        yield from (
+            f"{what}{name} is split"
+            for name, sharding in resolved.items()
+            if name.startswith(own) and axis in axes_of(sharding.spec)
+        )
+    for asked in plan.activations:
+        if axis in axes_of(asked.spec):
+            yield f"activations: {asked.place} is split"
+    if axis in data_axes:
+        yield "batch_spec splits the batch"
+
+
+def _num_elements(model: torch.nn.Module, group: Siblings) -> int:
+    return sum(p.numel() for path in group.members.values() for p in model.get_submodule(path).parameters())

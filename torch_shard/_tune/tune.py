@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
 import os
+import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,10 +26,9 @@ from torch_shard._common.validate import check_directory, check_kind
 from torch_shard._common.wrappers import check_module
 from torch_shard._loss import check_loss_fn, flatten_batch
 from torch_shard._sharding import LossFn, holdings, make_mesh
-from torch_shard._train import make_train_step
+from torch_shard._train import TrainStep, make_train_step
 from torch_shard._tune.cache import Cache
 from torch_shard._tune.candidates import Candidate
-from torch_shard._tune.measure import measured_choices
 from torch_shard._tune.search import Search
 from torch_shard._tune.task import Task
 from torch_shard._tune.tuning import Choice, Tuning, budgets_of
@@ -162,3 +163,28 @@ def _check(minutes: float, measure: bool, options: Mapping[str, Any], topology: 
             f"{caller()}: {', '.join(unknown)}: make_train_step has no such option, or it is what is found here, as "
             f"{', '.join(CHOSEN)} are. Leave it out, or use step.preview."
         )
+
+
+BEST, STEPS = 3, 10
+
+
+def measured_choices(
+    tuning: Tuning, make: Callable[[Choice], TrainStep], batch: PyTree, *, default: Candidate
+) -> Tuning:
+    """Run the best choices and the default, and order them by the clock."""
+    best = [c for c in tuning.choices if c in tuning.choices[:BEST] or c.candidate == default]
+    fitting = [choice for choice in best if tuning.limit is None or choice.memory <= tuning.limit]
+    ran = [dataclasses.replace(choice, measured=_seconds(make(choice), batch)) for choice in fitting]
+    ran.sort(key=lambda choice: choice.measured or 0.0)
+    return dataclasses.replace(tuning, choices=(*ran, *(c for c in tuning.choices if c not in fitting)))
+
+
+def _seconds(step: TrainStep, batch: PyTree) -> float:
+    """The median of some steps after the first."""
+    state, placed, times = step.init(seed=0), step.put(batch), list[float]()
+    for _ in range(STEPS + 1):
+        start = time.perf_counter()
+        state, metrics = step(state, placed)
+        jax.block_until_ready((state.params, metrics))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])

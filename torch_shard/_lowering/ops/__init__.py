@@ -18,7 +18,6 @@ from torch_shard._lowering.ops import (
     indexing,
     linalg,
     linear,
-    linear_cross_entropy,
     llama4_experts,
     losses,
     mamba2,
@@ -35,7 +34,7 @@ from torch_shard._lowering.ops import (
     tied_embedding,
 )
 from torch_shard._lowering.ops.attention_report import find_written_out, report_attention, report_context
-from torch_shard._lowering.ops.expert_report import report_experts
+from torch_shard._lowering.ops.experts import report_experts
 from torch_shard._lowering.ops.process_groups import world_of_one
 from torch_shard._lowering.ops.registry import (
     LOWERINGS,

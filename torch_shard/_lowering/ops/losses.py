@@ -4,14 +4,17 @@ Classes are picked by a gather, which stays on the shards of a split class dim; 
 computed for them alone. PyTorch refuses a target that is no class; a program can only be loud, by NaN.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import torch
+import torch.nn.functional as F
 from torch.fx import Node
 
 from torch_shard._common.dtypes import jax_dtype
 from torch_shard._common.fx import args_of, dtype_of, new_before, shape_of
-from torch_shard._common.overrides import captured_op, rewrites
+from torch_shard._common.overrides import captured_op, instead_of, rewrites
 from torch_shard._lowering.ops.logits import along, rows_of, source_of, steps_of
 from torch_shard._lowering.ops.registry import lowers
 
@@ -166,3 +169,12 @@ def _scale(grad, weights, reduction, total_weight, axis):
 
 def _is_target(x, target, axis):
     return jax.lax.broadcasted_iota(target.dtype, x.shape, axis) == jnp.expand_dims(target, axis)
+
+
+def linear_cross_entropy(*args: Any, options: object = None, **kwargs: Any) -> torch.Tensor:
+    """The loss by PyTorch's own reference, whatever the options of its chunks."""
+    return F.linear_cross_entropy(*args, **kwargs)
+
+
+if hasattr(F, "linear_cross_entropy"):
+    instead_of(F.linear_cross_entropy)(linear_cross_entropy)
