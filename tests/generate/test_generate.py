@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
 from tests.oracles.steps import step_of
+from tests.tables.cases import chosen
 from torch_shard._generate.decode import allowed
 from torch_shard._generate.generate import _OF_STEPS
 
@@ -80,6 +81,23 @@ def test_a_trained_state_generates_on_its_mesh_and_compiles_once():
     for name in ("keys", "values"):
         assert {array.sharding.shard_shape(array.shape) for array in first[name]} == {(1, 1, 16, 8)}
     step(state, IDS)  # the state was only read
+
+
+SPLIT = {
+    "context": {"context": ts.Context("model")},
+    "pipeline": {"pipeline": ts.Pipeline("model")},
+    "activations": {"activations": {"model.layers.*": P("batch", "model", None)}},
+}
+
+
+@pytest.mark.parametrize("kind", chosen(SPLIT, ["context"]))
+def test_a_plan_may_split_what_one_token_has_not(kind):
+    model = decoder()
+    plan = ts.ShardingPlan({"**.up_proj.weight": P("batch")}, default=P(), **SPLIT[kind])
+    num = 2 if kind == "pipeline" else 1
+    step = step_of(model, lambda m, x: m(input_ids=x, labels=x).loss, plan=plan, accumulate_steps=num)
+    state = step.init(seed=0)
+    assert torch.equal(of_ours(step, state), of_hf(model))
 
 
 def test_a_model_in_bfloat16():

@@ -61,9 +61,15 @@ def optax_adamw(model: nn.Module) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 
 
+def last_updates() -> optax.GradientTransformation:
+    """It keeps the updates, and never reads those of the step before."""
+    return optax.GradientTransformation(optax.tree.zeros_like, lambda updates, state, params=None: (updates, updates))
+
+
 OPTIMIZERS = {
     "adamw": adamw,
     "optax": optax_adamw,
+    "last": lambda model: optax.chain(optax.sgd(0.1), last_updates()),
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True),
     "muon": lambda model: torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=1e-2),
     "lion": lambda model: optax.lion(1e-3),
@@ -96,6 +102,7 @@ def assert_equal(found: object, wanted: object, *, atol: float = 0.0) -> None:
 @pytest.mark.parametrize(("optimizer", "offload", "options"), [
     ("adamw", BOTH, {"ema": 0.9, "accumulate_steps": 2, "skip": True}),
     ("optax", BOTH, {"ema": 0.9, "remat": "block", "skip": True}),
+    ("last", "optimizer", {"skip": True}),
     pytest.param("adamw", "optimizer", {"scan_layers": False}, marks=pytest.mark.slow),
     pytest.param("adamw", "activations", {"remat": "dots"}, marks=pytest.mark.slow),
     pytest.param("sgd", "optimizer", {}, marks=pytest.mark.slow),

@@ -121,6 +121,16 @@ def test_what_float32_cannot_do_twice_alike_is_told_apart() -> None:
     found.raise_if_different()
 
 
+def test_an_optimizer_of_torch_and_a_model_in_bfloat16() -> None:
+    """Which numpy has not."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4).bfloat16()
+    step = step_of(model, squared_error, torch.optim.AdamW(model.parameters(), 0.01))
+    found = step.prove(step.init(), (torch.randn(BATCH, 8).bfloat16(), torch.randn(BATCH, 4).bfloat16()))
+    assert {row.kind for row in found.rows} == {"loss", "gradient", "update"}
+    found.raise_if_different()
+
+
 def test_fit_proves_its_first_steps_and_saves_before_one_that_differs(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -55,7 +55,8 @@ def generate(
 
     Args:
         model_or_step: A step of such a model (of `make_train_step`, `make_eval_step` or `make_apply`), whose mesh and
-            plan are used; or the model itself, whose programs are kept for the last two models.
+            plan are used, but for what it says of activations, a sequence and stages; or the model itself, whose
+            programs are kept for the last two models.
         input_ids: int64 tokens (batch, time) on the CPU, padded on the left.
         state: A state of the step, which is only read; by default the present values of the model, which are then put
             on the mesh at each call.
@@ -168,7 +169,8 @@ def _programs(model_or_step: Any, mesh: Mesh | None, plan: ShardingPlan | None) 
     found = _OF_STEPS.get(model_or_step)
     if found is None:
         options = model_or_step.options.for_evaluation()
-        options = dataclasses.replace(options, scan_layers=False, local_batches=False, batch_spec=None)
+        how = _of_entries(options.plan)
+        options = dataclasses.replace(options, plan=how, scan_layers=False, local_batches=False, batch_spec=None)
         found = _OF_STEPS[model_or_step] = _made(model_or_step.model, options)
     return found
 
@@ -195,7 +197,12 @@ def _tensors_of(model: torch.nn.Module) -> tuple[object, ...]:
 def _of_model(model: Any, mesh: Mesh | None, plan: _Same, tensors: tuple[object, ...]) -> tuple[Prefill, Decode]:
     where = make_mesh(batch=1) if mesh is None else mesh
     how = ShardingPlan({}, default=PartitionSpec()) if plan.plan is None else plan.plan
-    return _made(model, StepOptions(mesh=where, plan=how, scan_layers=False))
+    return _made(model, StepOptions(mesh=where, plan=_of_entries(how), scan_layers=False))
+
+
+def _of_entries(plan: ShardingPlan) -> ShardingPlan:
+    """What a plan says of parameters and buffers; a token at a time has no sequence to split, and passes all stages."""
+    return dataclasses.replace(plan, context=None, pipeline=None, activations={})
 
 
 def _made(model: Any, options: StepOptions) -> tuple[Prefill, Decode]:

@@ -115,7 +115,7 @@ def _one_by_one(stacked: PyTree, transfers: HostTransfers, brought: Mapping[int,
     for together in numbers.values():
         found |= {number: paths[number][1].array for number in together}
         sent = {number: transfers.replaced[number] for number in together if number in transfers.replaced}
-        olds = {number: brought[id(array)].array for number, array in sent.items()}
+        olds = {number: brought[id(array)].take(None) for number, array in sent.items()}
         found |= transfers.send({number: found[number] for number in sent}, olds) if sent else {}
     return jax.tree.unflatten(tree, [found[number] for number in range(len(paths))])
 

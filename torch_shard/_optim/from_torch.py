@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torch_shard._common.caller import caller
-from torch_shard._common.convert import struct_of, to_host
+from torch_shard._common.convert import host_array, struct_of, to_host
 from torch_shard._optim.average import SLOT, rule_with_average
 from torch_shard._optim.known import refuse_own_step, rule_of
 from torch_shard._optim.rule import Flags, Scalars, Slots, frozen_flags, read_numbers
@@ -327,7 +327,7 @@ class TorchOptimizer:
             copies[name].grad = to_host(grad)
         clip(list(copies.values()))
         other.step()
-        return {name: jnp.asarray(copy.detach().numpy()) for name, copy in copies.items()}
+        return {name: jnp.asarray(host_array(copy.detach())) for name, copy in copies.items()}
 
 
 def _are_equal(found: TorchOptState, state: TorchOptState, *, counts: bool) -> bool:
