@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import jax
-import numpy as np
 import optax
 import torch
 from torch import nn
@@ -24,7 +23,7 @@ from torch_shard._common.validate import check_kind, check_seed
 from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name
 from torch_shard._hosts import follow
 from torch_shard._loss import LossOutputs, update_objects
-from torch_shard._optim import check_moments, narrowed, widened
+from torch_shard._optim import check_moments
 from torch_shard._scan import Siblings
 from torch_shard._sharding import HostTransfers, LossFn, Stacks, constrain_stacks, to_meta, with_values
 from torch_shard._state import (
@@ -275,10 +274,11 @@ class Training(Step):
             if limit is not None:
                 both = Stacks.from_dict(state.buffers, layout.buffers), buffers
                 check = check_step(out.loss, grads, norm, skip_grad_norm=limit, buffers=both)
-            updated, opt_state = self._optimized(
+            updated, opt_state = self._update.in_program(
                 state,
                 self.options.clip(grads, norm),
                 held,
+                layout=layout,
                 inputs=closure,
                 loss=out.loss,
                 without_grad=task.loss.without_grad,
@@ -301,16 +301,6 @@ class Training(Step):
         if "optimizer" not in self.options.offloaded:
             return None
         return HostTransfers(norm, replaced, None if check is None else check.skipped)
-
-    def _optimized(self, state: TrainState, grads: Stacks, params: Stacks, **how: Any) -> tuple[Stacks, PyTree]:
-        """Parameters and the optimizer's state after one update, which computes in float32."""
-        layout, is_narrow = self._layout, self.options.moment_dtype is not None
-        before = widened(state.opt_state) if is_narrow else state.opt_state
-        updated, after = self._update.in_program(grads, before, params, layout=layout.trained, **how)
-        if is_narrow:  # by a key that no step has, as their numbers are below 2**31
-            key = jax.random.fold_in(jax.random.fold_in(state.key, np.uint32(2**32 - 1)), state.step)
-            after = narrowed(after, layout.structs.opt_state, key)
-        return updated, after
 
     def update_by_name(
         self, state: TrainState, grads: Mapping[str, jax.Array], params: Mapping[str, jax.Array], loss: jax.Array

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
+import numpy as np
 import optax
 import torch
 from jax.sharding import Mesh
@@ -21,12 +22,13 @@ from torch_shard._optim import (
     clip_in_torch,
     in_optimizer,
     init_narrow,
+    narrowed,
     run_by_name,
     widened,
     with_average,
 )
 from torch_shard._sharding import Holdings, HostTransfers, Layout, Stacks, as_dicts, to_device
-from torch_shard._state import global_norm
+from torch_shard._state import StateLayout, TrainState, global_norm
 from torch_shard._train.facts import agree_on_numbers
 from torch_shard._train.options import StepOptions
 
@@ -97,6 +99,26 @@ class Update:
         return self._torch.state_dict(opt_state)
 
     def in_program(
+        self, state: TrainState, grads: Stacks, params: Stacks, *, layout: StateLayout, **how: Any
+    ) -> tuple[Stacks, PyTree]:
+        """Parameters and the optimizer's state after one update, which computes in float32.
+
+        Args:
+            state: Before it.
+            grads: Clipped, of the trained parameters.
+            params: The trained parameters.
+            layout: How they are stored.
+            **how: The rest of `_updated`.
+        """
+        is_narrow = self._options.moment_dtype is not None
+        before = widened(state.opt_state) if is_narrow else state.opt_state
+        updated, after = self._updated(grads, before, params, layout=layout.trained, **how)
+        if is_narrow:  # by a key that no step has, as their numbers are below 2**31
+            key = jax.random.fold_in(jax.random.fold_in(state.key, np.uint32(2**32 - 1)), state.step)
+            after = narrowed(after, layout.structs.opt_state, key)
+        return updated, after
+
+    def _updated(
         self,
         grads: Stacks,
         opt_state: PyTree,
@@ -108,7 +130,7 @@ class Update:
         layout: Layout,
         transfers: HostTransfers | None,
     ) -> tuple[Stacks, PyTree]:
-        """Parameters and state after one update.
+        """The same of a state in float32.
 
         Args:
             grads: Clipped, of the trained parameters.
