@@ -333,6 +333,36 @@ def test_the_proof_compares_with_torchs_own_step(kind: Any) -> None:
     assert any(row.kind == "update" for row in found.rows)
 
 
+MUON_FAULTS = {"none": {}, "lr": {"lr": 0.024}, "decay": {"weight_decay": 0.0}, "momentum": {"momentum": 0.8}}
+
+
+@pytest.mark.parametrize("fault", MUON_FAULTS)
+def test_the_proof_allows_muon_its_rounding_and_no_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its iteration in bfloat16 magnifies the order of sums: most where a gradient has few rows."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 32, bias=False), torch.nn.Tanh(), torch.nn.Linear(32, 8, bias=False)
+    )
+    optimizer = optim.Muon(model.parameters(), lr=0.02, weight_decay=0.2)
+    step = step_of(model, lambda model, x: (model(x) - 1).square().mean(), optimizer, mesh=(2, 1))
+    state = step.init(seed=0)
+    for num in (2, 64, 64):
+        step.prove(state, torch.randn(num, 16)).raise_if_different()
+        state, _ = step(state, torch.randn(num, 16))
+    in_torch = TorchOptimizer.steps_in_torch
+
+    def wrong(self: TorchOptimizer, *args: Any, **options: Any) -> Any:
+        with monkeypatch.context() as patch:
+            for name, value in MUON_FAULTS[fault].items():
+                patch.setitem(self.optimizer.param_groups[0], name, value)
+            return in_torch(self, *args, **options)
+
+    monkeypatch.setattr(TorchOptimizer, "steps_in_torch", wrong)
+    found = step.prove(state, torch.randn(64, 16))
+    different = {row.name for row in found.rows if row.worst > found.tolerance}
+    assert different == (set() if fault == "none" else {"0.weight", "2.weight"})
+
+
 # What is refused
 
 

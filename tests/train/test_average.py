@@ -96,3 +96,22 @@ def test_without_averages_there_are_none():
     step = step_of(Net(), loss_fn)
     with pytest.raises(ValueError, match="the step keeps no averages"):
         step.export(step.init(seed=0), ema=True)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [lambda model: torch.optim.Adam(model.parameters()), lambda model: optax.adam(0.1)]
+)
+@pytest.mark.parametrize("options", [{"ema": DECAY}, {"moment_dtype": torch.bfloat16}])
+def test_what_a_state_was_made_with_is_said_where_it_differs(optimizer, options, tmp_path):
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+    steps = [step_of(model, loss_fn, optimizer(model), **own) for own in (options, {})]
+    (name,) = options
+    said = "The state was made with{} {name}=, and this step with{} {name}=: make the step with{} {name}= too"
+    for (one, other), given, own in ((steps, "", "out"), (steps[::-1], "out", "")):
+        with ts.Checkpointer(tmp_path / f"with{given}") as checkpoints:
+            checkpoints.save(one.init())
+            with pytest.raises(ValueError, match=said.format(given, own, given, name=name)):
+                checkpoints.restore(other)
+        if name == "ema":
+            with pytest.raises(ValueError, match=said.format(given, own, given, name=name)):
+                other(one.init(), X)

@@ -25,7 +25,7 @@ from torch_shard._sharding import (
     stack_sharding,
     take_row,
 )
-from torch_shard._state import KINDS, TrainState
+from torch_shard._state import KINDS, TrainState, differs_by
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -177,21 +177,40 @@ def check_alike(path: Path, found: Entries, wanted: Entries, *, params_only: boo
         raise ValueError(
             f"Checkpointer: {path} does not fit the model and the optimizer of this step.\n\n"
             + "\n".join(lines)
-            + "\n\nRestore it with the model and optimizer that wrote it"
+            + "\n\n"
+            + "".join(differs_by(name, has(found), has(wanted)) for name, has in _OPTIONS.items())
+            + "Restore it with the model and optimizer that wrote it"
             + ("." if params_only else ", or params_only=True for another optimizer.")
         )
 
 
+def _has_average(entries: Entries) -> bool:
+    return any(re.fullmatch(r"opt_state(\['[^']*'\])?(\.ema|\.slots\['ema'\])", where) for where, _ in entries)
+
+
+def _is_narrow(entries: Entries) -> bool:
+    """Tell whether moments are in bfloat16 and the model is not."""
+    return {where == TENSORS for where, name in entries if entries.type_of((where, name))[1] == "bfloat16"} == {False}
+
+
+_OPTIONS = {"ema": _has_average, "moment_dtype": _is_narrow}
+
+
 def _unlike(found: Entries, wanted: Entries) -> list[str]:
     have, need = dict.fromkeys(found), dict.fromkeys(wanted)
-    faults = {True: "missing in the checkpoint", False: "in the checkpoint, not in the state to fill"}
-    alone = ((*e, faults[e in need]) for e in need | have if (e in need) != (e in have))
-    places = collections.Counter((name if where == TENSORS else where, fault) for where, name, fault in alone)
-    lines = [f"  {place}{f' of {num} entries' * (num > 1)}: {fault}" for (place, fault), num in places.items()]
-    for entry in (e for e in need if e in have and found.type_of(e) != wanted.type_of(e)):
-        (shape, dtype), (other, other_dtype) = found.type_of(entry), wanted.type_of(entry)
-        lines.append(f"  {_show(entry)}: {dtype} {shape} in the checkpoint, must be {other_dtype} {other}")
-    return lines
+    places = collections.Counter[tuple[str, str]]()
+    for entry in need | have:
+        place = entry[entry[0] == TENSORS]
+        if entry not in have or entry not in need:
+            fault = "missing in the checkpoint" if entry in need else "in the checkpoint, not in the state to fill"
+        elif (own := found.type_of(entry)) == (other := wanted.type_of(entry)):
+            continue
+        elif own[0] == other[0] and entry[0] != TENSORS:
+            fault = f"{own[1]} in the checkpoint, must be {other[1]}"
+        else:
+            place, fault = _show(entry), f"{own[1]} {own[0]} in the checkpoint, must be {other[1]} {other[0]}"
+        places[place, fault] += 1
+    return [f"  {place}{f' of {num} entries' * (num > 1)}: {fault}" for (place, fault), num in places.items()]
 
 
 def _show(entry: tuple[str, str]) -> str:

@@ -75,6 +75,11 @@ def average_of(opt_state: PyTree) -> Mapping[str, jax.Array]:
     return opt_state.ema if isinstance(opt_state, AverageState) else opt_state.slots[SLOT]
 
 
+def has_average(opt_state: PyTree) -> bool:
+    """Tell whether the state of an optimizer has averages that `average_of` gives."""
+    return isinstance(opt_state, AverageState) or SLOT in getattr(opt_state, "slots", ())
+
+
 def is_average(path: tuple[Any, ...]) -> bool:
     """Tell whether the path of a leaf in the state of an optimizer leads to an average."""
     return any(SLOT in (getattr(entry, "key", None), getattr(entry, "name", None)) for entry in path[:-1])

@@ -5,6 +5,7 @@
 # pyright: reportPrivateUsage=false
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
@@ -309,8 +310,11 @@ class TorchOptimizer:
         grads: Mapping[str, jax.Array],
         state: TorchOptState,
         clip: Callable[[list[torch.nn.Parameter]], None],
+        *,
+        moved: float = 0.0,
     ) -> dict[str, jax.Array]:
-        """What torch's own optimizer makes of these parameters, in one step from a state."""
+        """What torch's own optimizer makes of these parameters, in one step; of gradients moved by so much."""
+        draw = functools.partial(torch.rand, generator=torch.Generator().manual_seed(0))
         copies = {name: torch.nn.Parameter(to_host(array)) for name, array in params.items()}
         groups = [
             {**group, "params": [copies[name] for name in members if name in copies]}
@@ -324,7 +328,8 @@ class TorchOptimizer:
             if order[place] in copies:
                 other.state[copies[order[place]]] = own
         for name, grad in grads.items():
-            copies[name].grad = to_host(grad)
+            own = to_host(grad)
+            copies[name].grad = own.mul(1 + moved * (2 * draw(own.shape) - 1)).to(own.dtype) if moved else own
         clip(list(copies.values()))
         other.step()
         return {name: jnp.asarray(host_array(copy.detach())) for name, copy in copies.items()}

@@ -124,5 +124,6 @@ MUON = Rule(
     update=_muon,
     counts=False,
     by_element=False,
+    rounding=2**-8,
     refuses=_no_matrix,
 )

@@ -73,6 +73,7 @@ class Rule:
         counts: Whether torch keeps a `step` for each parameter.
         from_start: Whether torch keeps a state before the first step.
         by_element: Whether every element goes by itself.
+        rounding: Of its own arithmetic, where that is narrower than float32: relative.
         refuses: Why a tensor of this shape is not taken; None if it is.
     """
 
@@ -85,6 +86,7 @@ class Rule:
     counts: bool = True
     from_start: bool = False
     by_element: bool = True
+    rounding: float = 0.0
     refuses: Callable[[tuple[int, ...]], str | None] = lambda shape: None
 
 

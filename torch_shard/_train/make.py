@@ -101,7 +101,7 @@ def make_train_step(
         moment_dtype: `torch.bfloat16` keeps moments in half the memory: `exp_avg`, `exp_avg_sq`, `mu`, `nu` and all
             else that the optimizer keeps of a parameter in its shape, but for copies of it. Updates are computed in
             float32; what is stored is rounded up or down at random, by keys of the state that no loss draws from.
-            Counts, the rows and columns of Adafactor, and float64 stay.
+            Counts, the rows and columns of Adafactor (but one in its parameter's shape, as `n x 1`), and float64 stay.
         watch: Names or globs of modules (`"layers.*"`), whose norms are metrics, which `fit` logs: `grad_norm/MODULE`,
             before clipping, and `update_norm/MODULE`.
         split_activations: Keep activations split over the axes of the batch where parameters are, too (FSDP). It

@@ -304,8 +304,8 @@ class Training(Step):
 
     def update_by_name(
         self, state: TrainState, grads: Mapping[str, jax.Array], params: Mapping[str, jax.Array], loss: jax.Array
-    ) -> dict[str, jax.Array]:
-        """The parameters after one update, as torch's own optimizer or optax makes them, an entry at a time.
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """The parameters after one update, and those of moved gradients, as `Update.by_name` gives them.
 
         Args:
             state: Before the step.
