@@ -27,10 +27,11 @@ split over time, the vocabulary split in the loss. Ours is the hub's model as it
 1 is better. Cycles are the compiler's estimates, without communication; kernels carry none, and are taken to run at
 45 % of the chip's peak. *With waiting* adds what the schedule does not hide of communication, at the published speed
 of the links. *Received* is from other devices. *Temporaries* are bytes beside the state and the batch. *Compiled in*
-is of the seconds of a core, tracing included, on an idle machine for ViT, Llama with remat=none and ResNet-18; the
-other rows are of a machine that had other work, which once put ViT at 2.32. All tables from here on, but for GPT-2,
-ResNets and what was held out of Qwen3-MoE and gpt-oss, were made before two changes that the table above has: heads
-narrower than the matrix unit count as slower, and a chip at the end of an axis has one link along it, not two.
+is of the seconds of a core, tracing included: of an idle machine for ViT and Llama with remat=none, both beside layers
+one by one, and for ResNet-18; the other rows are of a machine that had other work, which once put ViT at 2.32. All
+tables from here on, but for GPT-2 124M, Whisper, ResNets and what was held out of Qwen3-MoE and gpt-oss, were made
+before two changes that the table above has: heads narrower than the matrix unit count as slower, and a chip at the end
+of an axis has one link along it, not two.
 
 Cycles of models with experts are those of balanced routing, on both sides. Qwen3-MoE, gpt-oss and Mixtral are split
 by `ts.plans.expert(tp="model")`, ViT by `ts.plans.fsdp_tp`; their rivals have the same layout. Steps leave

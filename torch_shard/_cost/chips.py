@@ -56,6 +56,10 @@ def chip_of(device: object) -> Chip:
 class Links:
     """The network of the devices of a mesh.
 
+    Chips of a TPU slice lie on a torus. Along each of its axes over which a group extends, a chip of the group receives
+    by two links if the group closes a ring, and by one if it ends; chips that lie further apart share the links between
+    them with others.
+
     Args:
         devices: In the order of their numbers in a program.
     """
