@@ -311,9 +311,10 @@ class TorchOptimizer:
         state: TorchOptState,
         clip: Callable[[list[torch.nn.Parameter]], None],
         *,
-        moved: float = 0.0,
+        is_moved: bool = False,
     ) -> dict[str, jax.Array]:
-        """What torch's own optimizer makes of these parameters, in one step; of gradients moved by so much."""
+        """What torch's own optimizer makes of these parameters, in one step; of gradients moved by one rounding."""
+        moved = self.rule.rounding if is_moved else 0.0
         draw = functools.partial(torch.rand, generator=torch.Generator().manual_seed(0))
         copies = {name: torch.nn.Parameter(to_host(array)) for name, array in params.items()}
         groups = [

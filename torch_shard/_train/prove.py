@@ -93,11 +93,15 @@ def _updates(step: Training, state: TrainState, placed: ShardedBatch, skip_grad_
         return []
     held = {**dict(state.params), **out["written"]}
     params = {name: held[name] for name in out["grads"]}
-    wanted, moved = step.update_by_name(state, out["grads"], params, out["loss"])
+    given = state, out["grads"], params, out["loss"]
+    wanted, moved = (step.update_by_name(*given, moved=is_moved) for is_moved in (False, True))
     grads = {n: np.abs(array_of(out["grads"][n])) for n in params if n not in step.programs[-1].loss.without_grad}
     eps = max(float(jnp.finfo(value.dtype).eps) for value in params.values())
     least = 8 * eps * max((grad.max(initial=0) for grad in grads.values()), default=0.0)
-    return [_update(n, (params[n], wanted[n], new.params[n], moved[n]), grad, least) for n, grad in grads.items()]
+    return [
+        _update(n, (params[n], wanted[n], new.params[n]), grad, least=least, moved=moved.get(n))
+        for n, grad in grads.items()
+    ]
 
 
 def _precision() -> contextlib.AbstractContextManager[object]:
@@ -105,18 +109,25 @@ def _precision() -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if jax.default_backend() == "cpu" else jax.default_matmul_precision("highest")
 
 
-def _update(name: str, values: tuple[jax.Array, ...], grad: np.ndarray, least: float) -> Difference:
+def _update(
+    name: str,
+    values: tuple[jax.Array, jax.Array, jax.Array],
+    grad: np.ndarray,
+    *,
+    least: float,
+    moved: jax.Array | None,
+) -> Difference:
     """How far an update is from that of optax, where its gradient is not only rounding: `least`, or less.
 
     Where a moved gradient gives another one, as a whole, and what is more than twice that.
     """
-    before, wanted, found, moved = (array_of(value).astype(np.float64) for value in values)
+    before, wanted, found = (array_of(value).astype(np.float64) for value in values)
     steps = np.abs(wanted - before)
     rounding = 4 * float(jnp.finfo(values[0].dtype).eps) * np.abs(before).max(initial=0)
     counts = grad > max(least, _ROUNDED * grad.max(initial=0))
     apart = np.maximum(np.abs(wanted - found) - rounding, 0)[counts]
     largest = steps.max(initial=0)
     mesh = float(apart.max(initial=0) / largest) if largest else float(apart.max(initial=0))
-    if slack := 2 * float(np.linalg.norm((wanted - moved)[counts])):
+    if moved is not None and (slack := 2 * float(np.linalg.norm((wanted - array_of(moved))[counts]))):
         mesh = max(float(np.linalg.norm(apart)) - slack, 0.0) / float(np.linalg.norm(steps))
     return Difference("update", name, float(largest), None, mesh)

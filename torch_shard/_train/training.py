@@ -303,17 +303,15 @@ class Training(Step):
         return HostTransfers(norm, replaced, None if check is None else check.skipped)
 
     def update_by_name(
-        self, state: TrainState, grads: Mapping[str, jax.Array], params: Mapping[str, jax.Array], loss: jax.Array
-    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        """The parameters after one update, and those of moved gradients, as `Update.by_name` gives them.
-
-        Args:
-            state: Before the step.
-            grads: Of the trainable parameters.
-            params: The trainable parameters.
-            loss: Of the batch.
-        """
-        return self._update.by_name(self._own(state)[0].opt_state, grads, params, loss)
+        self,
+        state: TrainState,
+        grads: Mapping[str, jax.Array],
+        params: Mapping[str, jax.Array],
+        loss: jax.Array,
+        **how: bool,
+    ) -> dict[str, jax.Array]:
+        """The trainable parameters after one update of a state, as `Update.by_name` makes them."""
+        return self._update.by_name(self._own(state)[0].opt_state, grads, params, loss, **how)
 
     @functools.cached_property
     def gradient_step(self) -> GradientStep:

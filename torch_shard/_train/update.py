@@ -165,20 +165,26 @@ class Update:
         return {"value": loss} if self._takes_value else {}
 
     def by_name(
-        self, opt_state: PyTree, grads: Mapping[str, jax.Array], params: Mapping[str, jax.Array], loss: jax.Array
-    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        self,
+        opt_state: PyTree,
+        grads: Mapping[str, jax.Array],
+        params: Mapping[str, jax.Array],
+        loss: jax.Array,
+        *,
+        moved: bool = False,
+    ) -> dict[str, jax.Array]:
         """The parameters after one update, as torch's own optimizer or optax makes them, an entry at a time.
 
-        And those of gradients that are moved by one rounding, where the optimizer's own arithmetic is narrow.
+        With `moved`, those of gradients moved by one rounding of the optimizer's own arithmetic; none where that is not
+        narrow.
         """
+        if moved and (self._torch is None or not self._torch.rule.rounding):
+            return {}
         options, opt_state = self._options, to_device(opt_state)
         opt_state = widened(opt_state) if options.moment_dtype is not None else opt_state
         if self._torch is not None:
             clip = functools.partial(clip_in_torch, max_norm=options.clip_grad_norm, max_value=options.clip_grad_value)
-            wanted = self._torch.steps_in_torch(params, grads, opt_state, clip)
-            if not (moved := self._torch.rule.rounding):
-                return wanted, wanted
-            return wanted, self._torch.steps_in_torch(params, grads, opt_state, clip, moved=moved)
+            return self._torch.steps_in_torch(params, grads, opt_state, clip, is_moved=moved)
 
         def update(grads: PyTree, opt_state: PyTree, params: PyTree) -> PyTree:
             clipped = options.clip(grads, global_norm(grads))
@@ -186,5 +192,4 @@ class Update:
                 params, self.optimizer.update(clipped, opt_state, params, **self._extra(loss))[0]
             )
 
-        wanted = cast(dict[str, jax.Array], jax.jit(update)(grads, as_dicts(opt_state), params))
-        return wanted, wanted
+        return cast(dict[str, jax.Array], jax.jit(update)(grads, as_dicts(opt_state), params))
