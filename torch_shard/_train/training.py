@@ -308,10 +308,19 @@ class Training(Step):
         grads: Mapping[str, jax.Array],
         params: Mapping[str, jax.Array],
         loss: jax.Array,
-        **how: bool,
+        *,
+        moved: bool = False,
     ) -> dict[str, jax.Array]:
-        """The trainable parameters after one update of a state, as `Update.by_name` makes them."""
-        return self._update.by_name(self._own(state)[0].opt_state, grads, params, loss, **how)
+        """The trainable parameters after one update of a state, which stays as it is.
+
+        Args:
+            state: Of this step: the optimizer's state is taken from it.
+            grads: Gradients by name, of the shapes of `params`.
+            params: Values by name, before the update.
+            loss: A scalar, for optimizers that read it.
+            moved: By gradients moved by one rounding; the result is empty where the optimizer's rounding is not narrow.
+        """
+        return self._update.by_name(self._own(state)[0].opt_state, grads, params, loss, moved=moved)
 
     @functools.cached_property
     def gradient_step(self) -> GradientStep:
