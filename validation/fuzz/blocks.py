@@ -278,6 +278,17 @@ def _conv(kind: Any, transposed: Any, r: random.Random, shape: tuple[int, ...]) 
     return kind(channels, out, kernel, stride, padding, dilation, groups, r.random() < 0.7, padding_mode=mode)
 
 
+class First(nn.Module):
+    """The first channels of images."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.num = num
+
+    def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
+        return x_BCHW[:, : self.num]
+
+
 class Turned(nn.Module):
     """A module of channels first, for values of features last."""
 
@@ -306,8 +317,9 @@ def _conv_3d(r: random.Random, shape: tuple[int, ...]) -> nn.Module:
 
 @block("patches", IMAGE)
 def _patches(r: random.Random, shape: tuple[int, ...]) -> nn.Module:
-    patch = min(2, *shape[2:])
-    return nn.Sequential(nn.Conv2d(shape[1], 16, patch, stride=patch), nn.GELU())
+    patch, channels = min(r.choice([2, 2, 3]), *shape[2:]), r.choice([3, shape[1]])  # of few, it is a product
+    kernel = nn.Conv2d(min(channels, shape[1]), 16, patch, stride=patch)
+    return nn.Sequential(First(kernel.in_channels), kernel, nn.GELU())
 
 
 @block("pool", IMAGE)
