@@ -36,7 +36,8 @@ The only evidence on this page that others timed. Each step is built as its sour
 attention kernel, optimizer, flags), optimized by XLA:TPU for its machine, and never run. Predicted is what the chip
 needs at its peak for each instruction of that program, the larger of arithmetic and memory; kernels at 45 % of what
 heads of their width can reach; and what is waited for of communication, at the published speed of the links that a
-group of chips has. No code is generated, so that the compiler's own cycles, of the other tables, are not in it.
+group of chips has; or its transfers to and from the host, at the speed of their link, if these take longer. No code is
+generated, so that the compiler's own cycles, of the other tables, are not in it.
 
 MaxText publishes a part of the peak, of which seconds are made by its formula. v5p has one row, whose ratio is 1.
 
@@ -46,7 +47,7 @@ MaxText publishes a part of the peak, of which seconds are made by its formula. 
 SECONDS = 600
 """Of a core, for one row."""
 
-KEPT = ("cycles", "kernel_cycles", "exposed", "wire", "traffic", "flops")
+KEPT = ("cycles", "kernel_cycles", "exposed", "wire", "traffic", "flops", "host")
 """Counts of a row, in its note."""
 
 
@@ -67,7 +68,8 @@ def rows(quick: bool, names: Sequence[str] = ()) -> Iterator[Row]:
 
 def row_of(case: Published, name: str, counts: Counts) -> Row:
     """What counts predict."""
-    seconds = counts.time / (CHIPS[case.chip].clock or math.nan)
+    chip = CHIPS[case.chip]
+    seconds = max(counts.time / (chip.clock or math.nan), counts.host / (chip.host_link or math.inf))
     note = json.dumps({name: float(f"{getattr(counts, name):.8g}") for name in KEPT})
     return Row(name, f"{seconds:.4g} s", f"{case.seconds:.4g} s", seconds / case.seconds, note=note)
 
@@ -93,9 +95,11 @@ def optimized(lowered: jax.stages.Lowered, folder: Path) -> str:
     """
     atexit.register(os._exit, 0)  # or this process would end with the thread
     errors: list[BaseException] = []
-    threading.Thread(target=_compile, args=(lowered, errors), daemon=True).start()
+    compiling = threading.Thread(target=_compile, args=(lowered, errors), daemon=True)
+    compiling.start()
     while not errors and not (last := list(folder.glob("*train_step*.after_optimizations-live-range.txt"))):
         time.sleep(0.2)
+    compiling.join(5)  # what does not fit is refused right after it was written
     if errors:
         raise errors[0]
     return last[0].with_name(last[0].name.replace("-live-range", "")).read_text()

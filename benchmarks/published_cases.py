@@ -4,7 +4,8 @@ Sources: torchprime's nightly runs (`e2e_testing/step_time_bounds.yaml` of June 
 configs), torchax's example, Google's tpu-recipes, and the tables of MaxText's `configs/v5e` and `configs/v5p`, whose
 published figure is flops per second: seconds are the flops of their own formula over it.
 
-torchprime: parameters and arithmetic in bfloat16, Adafactor, gradients clipped, each layer computed again.
+torchprime: parameters and arithmetic in bfloat16, Adafactor, gradients clipped, each layer computed again. torchax: the
+same with SGD, and nothing clipped.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from torch import nn
 import torch_shard as ts
 from benchmarks import published_kernels as kernels
 from benchmarks.published_models import Default, Dropping, Sizes
-from benchmarks.tpu_cases import Recipe, TpuCase, fsdp_tp, hf_llama, next_token_loss, tokens
+from benchmarks.tpu_cases import Recipe, TpuCase, hf_llama, next_token_loss, tokens
 from benchmarks.tpu_llama import Llama
 
 V6E, V5E, V5P = "TPU v6 lite", "TPU v5 lite", "TPU v5"
@@ -36,6 +37,7 @@ VMEM = "--xla_tpu_scoped_vmem_limit_kib=98304 "
 OF_2023 = "sizes are MaxText's defaults of then"
 TORCHPRIME = "https://github.com/AI-Hypercomputer/torchprime/blob/main/e2e_testing/step_time_bounds.yaml"
 TORCHAX = "https://github.com/pytorch/xla/tree/master/torchax"
+TORCHAX_MODELS = "https://github.com/AI-Hypercomputer/torchprime/tree/main/torchprime/experimental/torchax_models"
 RECIPES = "https://github.com/AI-Hypercomputer/tpu-recipes/tree/main/training/trillium/Llama3.1-8B-MaxText/v6e-8"
 MAXTEXT = "https://github.com/AI-Hypercomputer/maxtext/blob/0ed7bd529b9d690570473c3525d1efeda6b6c944/MaxText/configs"
 
@@ -172,6 +174,23 @@ def rows_of(sizes: Llama, topology: str, rows: int, length: int, **options: Any)
     )
 
 
+def torchax(
+    topology: str, chips: int, rows: int, length: int, kernel: kernels.Attend, **options: Any
+) -> Callable[[bool], TpuCase]:
+    """Llama 3 8B as torchax's example trains it: all in bfloat16, fully sharded, SGD."""
+    return lambda quick: TpuCase(
+        "torchax",
+        topology,
+        {"batch": chips},
+        lambda: narrow_llama(SMALL if quick else LLAMA, kernel, P("batch")),
+        next_token_loss,
+        tokens(rows, 512 if quick else length),
+        lambda model, mesh: ts.plans.fsdp(model, mesh),
+        optimizer=optax.sgd(0.01),
+        options={"compute_dtype": None} | options,
+    )
+
+
 def default_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Of MaxText's default model."""
     logits = model(ids)
@@ -211,7 +230,7 @@ def maxtext_v5p(quick: bool) -> TpuCase:
         lambda: hf_llama(SMALL if quick else LLAMA_32),
         next_token_loss,
         tokens(64 * 6, 512 if quick else 2048),
-        fsdp_tp,
+        lambda model, mesh: ts.plans.fsdp_tp(model, mesh, sequence=True),
         options={"remat": "dots"},
     )
 
@@ -270,14 +289,23 @@ PUBLISHED = {
         VMEM + ASYNC,
         "layers are computed again, where the source keeps five values of each by the host",
     ),
-    "torchax 8B": Published(
+    "torchax v6e-8": Published(
+        "Llama 3 8B, v6e-8, 8 x 8192, products of layers kept by the host",
+        V6E,
+        1.7,
+        TORCHAX_MODELS,
+        torchax("v6e:2x4", 8, 8, 8192, kernels.fused_splash, remat="dots", offload="activations"),
+        VMEM + ASYNC,
+        "one attention kernel in the backward pass, where the source has two",
+    ),
+    "torchax v6e-4": Published(
         "Llama 3 8B, v6e-4, 24 x 4096",
         V6E,
         24 * 4096 / 4 / 7000,
         TORCHAX,
-        rows_of(LLAMA, "v6e:2x2", 24, 4096),
+        torchax("v6e:2x2", 4, 24, 4096, kernels.flash, remat="block"),
         VMEM + ASYNC,
-        "its settings are not known: not in the free number",
+        "attention and remat are a guess, as its settings are not known: not in the free number",
         is_known=False,
     ),
     "16B": Published(

@@ -30,6 +30,7 @@ class Counts:
         temporaries: Bytes held, beside arguments and results.
         traffic: Bytes read from the device's memory and written to it.
         flops: Of products and kernels.
+        host: Bytes that come from the host's memory or go there.
         compile_s: Seconds of a core until it was compiled, tracing included.
         host_memory: Bytes that the process held at most until then.
     """
@@ -41,6 +42,7 @@ class Counts:
     temporaries: float
     traffic: float
     flops: float = 0.0
+    host: float = 0.0
     compile_s: float = 0.0
     host_memory: float = 0.0
 
@@ -70,6 +72,7 @@ def counts_of_text(text: str, mesh: Mesh, used: float = 1.0) -> Counts:
         temporaries=0.0,
         traffic=sum(cost.memory_bytes for cost in costs),
         flops=sum(cost.flops for cost in costs) - (1 - used) * sum(cost.flops for cost in idle),
+        host=sum(cost.host_bytes for cost in costs),
     )
 
 
