@@ -21,16 +21,16 @@ PAGE = """
 ## Pipelines against their formula
 
 A narrow Llama (8 layers of width 1024, 256 tokens, 8 rows in each microbatch, `remat="block"`) on v5e:2x4: `stage=P`,
-`batch=8 / P`, parameters replicated over `batch` but for the row of FSDP. The rival is arithmetic: cycles of the same
+`batch=8 / P`, parameters replicated over `batch`. The rival is arithmetic: cycles of the same
 step without stages, divided by P, times `(R M + P - 1) / (R M)` for M microbatches in R rounds. It is no lower bound:
 head and loss have no idle stages, and programs of fewer layers or rows are compiled another way. Temporaries stand
-beside those of the step without stages. Shown are four stages and eight microbatches.
+beside those of the step without stages. Shown are four stages and eight microbatches; GPipe and FSDP are in the file.
 """
 
 
 def markdown(found: list[Row], page: Path) -> str:
-    """Of all schedules, and a file of other numbers of stages beside the page."""
-    shown = [row for row in found if "P = 4, M = 8" in row.name]
+    """Of two schedules, and a file of all, with other numbers of stages, beside the page."""
+    shown = [row for row in found if row.name.startswith(("1f1b, P = 4, M = 8:", "circular, P = 4, M = 8:"))]
     return f"{by_subject(shown)}\n\n{beside(page, 'tpu_pipeline', HEAD, lines_of(found))}."
 
 
