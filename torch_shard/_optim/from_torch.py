@@ -7,7 +7,7 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -19,7 +19,7 @@ from torch_shard._common.caller import caller
 from torch_shard._common.convert import host_array, struct_of, to_host
 from torch_shard._optim.average import SLOT, rule_with_average
 from torch_shard._optim.known import refuse_own_step, rule_of
-from torch_shard._optim.rule import Flags, Scalars, Slots, frozen_flags, read_numbers
+from torch_shard._optim.rule import Scalars, read_numbers
 from torch_shard._optim.stored_update import StoredUpdate
 from torch_shard._sharding import HostTransfers, Layout, Stacks, keep_stacks, whole_stacks
 
@@ -102,9 +102,7 @@ class TorchOptimizer:
 
     def refuse_replaced(self, params: Mapping[str, torch.Tensor]) -> None:
         """Refuse parameters that are not the model's any more."""
-        pairs = zip(self.optimizer.param_groups, self._members, strict=True)
-        found = [n for group, names in pairs for p, n in zip(group["params"], names, strict=True) if params[n] is not p]
-        if found:
+        if found := [name for param, name in self._named() if params[name] is not param]:
             raise ValueError(
                 f"{caller()}: {', '.join(found[:8])} of the model was replaced (an assignment, "
                 "load_state_dict(assign=True)) after the optimizer was made, which would go on with the tensor of "
@@ -113,20 +111,16 @@ class TorchOptimizer:
 
     def refuse_others(self, others: set[str], label: str) -> None:
         """Refuse parameters that the step does not train."""
-        if found := [name for members in self._members for name in members if name in others]:
+        if found := [name for _, name in self._named() if name in others]:
             raise ValueError(
                 f"{caller()}: the optimizer has parameters that trainable={label!r} leaves out: "
                 f"{', '.join(found[:8])}{', ...' * (len(found) > 8)}. Make it of those parameters alone, or name more."
             )
 
-    def _in_torch(self) -> dict[str, Mapping[str, Any]]:
-        """What the optimizer keeps now in torch, by the names of the parameters that are trained."""
-        return {
-            name: self.optimizer.state.get(p, {})
-            for group, names in zip(self.optimizer.param_groups, self._members, strict=True)
-            for p, name in zip(group["params"], names, strict=True)
-            if name in self._group_of
-        }
+    def _named(self) -> Iterator[tuple[torch.Tensor, str]]:
+        """The parameters of the optimizer in torch's order, with their names."""
+        for group, names in zip(self.optimizer.param_groups, self._members, strict=True):
+            yield from zip(group["params"], names, strict=True)
 
     def refuse_loaded(self, state: TorchOptState, values: Mapping[str, torch.Tensor]) -> None:
         """Refuse a state that was loaded into the optimizer in torch, and is not that of the run.
@@ -152,8 +146,7 @@ class TorchOptimizer:
 
     def _present_shape(self) -> list[tuple[object, ...]]:
         groups = self.optimizer.param_groups
-        flags = (frozen_flags(self.rule.flags(group)) for group in groups)
-        return [(*map(id, group["params"]), f) for group, f in zip(groups, flags, strict=True)]
+        return [(*map(id, group["params"]), self.rule.flags(group)) for group in groups]
 
     def read(self) -> dict[str, float]:
         """Read the numbers of the parameter groups into `inputs`.
@@ -191,19 +184,11 @@ class TorchOptimizer:
         slots: dict[str, dict[str, jax.Array]] = {}
         for name, tensor in params.items():
             if name in self._group_of:
-                for slot, value in self._slots(tensor, self._flags_of(name)).items():
+                for slot, value in self.rule.slots(tensor, self._flags[self._group_of[name]]).items():
                     slots.setdefault(slot, {})[name] = value
         num = len(self._group_of)
         kept = {name: jnp.full((num,), value, self._kept_dtype) for name, value in self.rule.kept.items()}
         return TorchOptState(jnp.zeros((num,), jnp.int32), kept, dict[str, Mapping[str, jax.Array]](slots))
-
-    def _flags_of(self, name: str) -> Flags:
-        return self._flags[self._group_of[name]]
-
-    def _slots(self, tensor: jax.Array, flags: Flags) -> Slots:
-        if why := self.rule.refuses(tensor.shape):
-            raise ValueError(f"a parameter of shape {tensor.shape}: {why}.")
-        return self.rule.slots(tensor, flags)
 
     def update(
         self,
@@ -254,8 +239,7 @@ class TorchOptimizer:
         groups = np.array(list(self._group_of.values()), int)
         numbers = {name: inputs[groups, at].astype(dtype) for at, name in enumerate(names)}
         kept = {name: values.astype(dtype) for name, values in state.kept.items()}
-        found, kept = self.rule.coefficients((state.taken + 1).astype(dtype), numbers, kept)
-        own = {name: value for name, value in found.items() if value is not numbers.get(name)}
+        own, kept = self.rule.coefficients((state.taken + 1).astype(dtype), numbers, kept)
         return of_groups, own, {name: kept[name].astype(old.dtype) for name, old in state.kept.items()}
 
     # To torch and back
@@ -267,7 +251,7 @@ class TorchOptimizer:
 
     def load(self, values: Mapping[str, Any]) -> TorchOptState | None:
         """The state that the optimizer has in torch, by the names of parameters; None if it has not stepped."""
-        found = self._in_torch()
+        found = {name: self.optimizer.state.get(p, {}) for p, name in self._named() if name in self._group_of}
         if not any(found.values()):
             return None
         fresh = jax.eval_shape(self.init, {name: struct_of(value) for name, value in values.items()})
@@ -288,20 +272,18 @@ class TorchOptimizer:
         kept = {name: np.asarray(values) for name, values in state.kept.items()}
         taken, places = np.asarray(state.taken), {name: at for at, name in enumerate(self._group_of)}
         found: dict[int, dict[str, torch.Tensor]] = {}
-        own_groups = self.optimizer.param_groups
-        for own_group, group, members in zip(own_groups, groups, self._members, strict=True):
-            for param, place, name in zip(own_group["params"], group["params"], members, strict=True):
-                at = places.get(name)
-                if at is None or not (taken[at] or self.rule.from_start):
-                    continue
-                own = {"step": torch.tensor(float(taken[at]))} if self.rule.counts else {}
-                own |= {key: torch.tensor(float(values[at])) for key, values in kept.items()}
-                own |= {
-                    s: to_host(values[name]).to(param.dtype)
-                    for s, values in state.slots.items()
-                    if name in values and s != SLOT
-                }
-                found |= {place: own} if own else {}
+        for place, (param, name) in enumerate(self._named()):
+            at = places.get(name)
+            if at is None or not (taken[at] or self.rule.from_start):
+                continue
+            own = {"step": torch.tensor(float(taken[at]))} if self.rule.counts else {}
+            own |= {key: torch.tensor(float(values[at])) for key, values in kept.items()}
+            own |= {
+                s: to_host(values[name]).to(param.dtype)
+                for s, values in state.slots.items()
+                if name in values and s != SLOT
+            }
+            found |= {place: own} if own else {}
         return {"state": found, "param_groups": groups}
 
     def steps_in_torch(
@@ -324,10 +306,9 @@ class TorchOptimizer:
         kind: Any = type(self.optimizer)
         other = kind(groups)
         found = self.state_dict(state)["state"]
-        order = [name for members in self._members for name in members]
-        for place, own in found.items():
-            if order[place] in copies:
-                other.state[copies[order[place]]] = own
+        for place, (_, name) in enumerate(self._named()):
+            if place in found and name in copies:
+                other.state[copies[name]] = found[place]
         for name, grad in grads.items():
             own = to_host(grad)
             copies[name].grad = own.mul(1 + moved * (2 * draw(own.shape) - 1)).to(own.dtype) if moved else own
