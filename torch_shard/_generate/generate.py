@@ -98,7 +98,7 @@ def generate(
     check_count("max_new_tokens", max_new_tokens)
     check_kind("do_sample", do_sample, bool | None)
     config = getattr(model, "generation_config", None)
-    do_sample = bool(setting(config, "do_sample", do_sample) or False)
+    do_sample = bool(setting(config, "do_sample", do_sample))
     asked_k = top_k
     if do_sample:
         temperature, top_k, top_p = (
