@@ -183,7 +183,7 @@ def check_alike(path: Path, found: Entries, wanted: Entries, *, params_only: boo
 
 
 def _has_average(entries: Entries) -> bool:
-    return any(re.fullmatch(r"opt_state(\['[^']*'\])?(\.ema|\.slots\['ema'\])", where) for where, _ in entries)
+    return any(re.fullmatch(r"opt_state(\['[^']*'\])?\.ema", where) for where, _ in entries)
 
 
 def _is_narrow(entries: Entries) -> bool:

@@ -17,7 +17,6 @@ import torch
 
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import host_array, struct_of, to_host
-from torch_shard._optim.average import SLOT, rule_with_average
 from torch_shard._optim.known import refuse_own_step, rule_of
 from torch_shard._optim.rule import Scalars, read_numbers
 from torch_shard._optim.stored_update import StoredUpdate
@@ -51,25 +50,22 @@ class TorchOptimizer:
             which group, and its flags, are fixed.
         params: The parameters of the model by name.
         trainable: The names of those that are trained.
-        ema: Keeps an average of the parameters with this decay too.
+
+    Attributes:
+        names: The parameters that it updates.
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        params: Mapping[str, torch.Tensor],
-        trainable: Sequence[str],
-        ema: float | None = None,
+        self, optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor], trainable: Sequence[str]
     ) -> None:
         self.optimizer, self.rule = optimizer, rule_of(optimizer)
-        if ema is not None:
-            self.rule = rule_with_average(self.rule, ema)
         names = {id(tensor): name for name, tensor in params.items()}
         self._members = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
         self._refuse_strangers()
         trained = frozenset(trainable)
         groups = ((n, number) for number, own in enumerate(self._members) for n in own if n in trained)
         self._group_of = dict(sorted(groups))  # another order of the groups takes up the same states
+        self.names = tuple(self._group_of)
         self._adopted = optimizer.state
         self._flags = [self.rule.flags(group) for group in optimizer.param_groups]
         self._shape = self._present_shape()
@@ -261,7 +257,7 @@ class TorchOptimizer:
             for key, first in self.rule.kept.items()
         }
         slots = {
-            slot: {name: found[name].get(slot, _fresh(slot, values[name], s)) for name, s in by_name.items()}
+            slot: {name: found[name].get(slot, np.zeros(s.shape, s.dtype)) for name, s in by_name.items()}
             for slot, by_name in fresh.slots.items()
         }
         return TorchOptState(taken, kept, slots)  # pyright: ignore[reportArgumentType]  (host values, to be placed)
@@ -278,11 +274,7 @@ class TorchOptimizer:
                 continue
             own = {"step": torch.tensor(float(taken[at]))} if self.rule.counts else {}
             own |= {key: torch.tensor(float(values[at])) for key, values in kept.items()}
-            own |= {
-                s: to_host(values[name]).to(param.dtype)
-                for s, values in state.slots.items()
-                if name in values and s != SLOT
-            }
+            own |= {s: to_host(values[name]).to(param.dtype) for s, values in state.slots.items() if name in values}
             found |= {place: own} if own else {}
         return {"state": found, "param_groups": groups}
 
@@ -324,7 +316,7 @@ def _are_equal(found: TorchOptState, state: TorchOptState, *, counts: bool) -> b
     numbers = zip(*(jax.tree.leaves(own) for own in leaves), strict=True)
     if not all(np.array_equal(a, b) for a, b in numbers):
         return False
-    pairs = [(s, n) for s, by_name in found.slots.items() if s != SLOT for n in by_name]
+    pairs = [(s, n) for s, by_name in found.slots.items() for n in by_name]
     return all(torch.equal(_on_host(found.slots[s][n]), to_host(state.slots[s][n])) for s, n in pairs)
 
 
@@ -335,8 +327,3 @@ def _steps_of(state: Mapping[str, Any]) -> float:
 
 def _on_host(value: Any) -> torch.Tensor:
     return value.cpu() if isinstance(value, torch.Tensor) else torch.from_numpy(np.asarray(value))
-
-
-def _fresh(slot: str, param: Any, struct: jax.ShapeDtypeStruct) -> Any:
-    """What a slot has of which torch keeps nothing."""
-    return param.detach() if slot == SLOT else np.zeros(struct.shape, struct.dtype)
