@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from torch_shard._common.caller import caller
 from torch_shard._common.types import PyTree
+from torch_shard._optim.stored_update import stored_rows
 from torch_shard._sharding import Stacks
 
 
@@ -38,7 +39,7 @@ def averaged(ema: Stacks, params: Stacks, decay: float) -> Stacks:
     """The averages after an update, `decay * ema + (1 - decay) * parameter`, in float32 at least."""
 
     def moved(names: tuple[str, ...], old: jax.Array) -> jax.Array:
-        new = params.kept(names[0]) if len(names) == 1 else params.kept_rows(names)
+        new = stored_rows(params, names)
         dtype = jnp.promote_types(old.dtype, jnp.float32)
         return (decay * old.astype(dtype) + (1 - decay) * new.astype(dtype)).astype(old.dtype)
 

@@ -218,12 +218,13 @@ class TorchOptimizer:
         given = {n: (at, group) for at, (n, group) in enumerate(self._group_of.items()) if n not in without}
         rows = StoredUpdate(self.rule, self._flags, of_groups, own, given, transfers)
         slots = cast(dict[str, Stacks], state.slots)
-        if self.rule.by_element or not layout.kept:
-            params, slots = rows.updated(grads, slots, params)
-            return params, dataclasses.replace(new, slots=slots)
-        grads, slots, params = whole_stacks((grads, slots, params))
+        needs_shapes = not self.rule.by_element and bool(layout.kept)
+        if needs_shapes:
+            grads, slots, params = whole_stacks((grads, slots, params))
         params, slots = rows.updated(grads, slots, params)
-        return keep_stacks(params, layout), dataclasses.replace(new, slots=keep_stacks(slots, layout))
+        if needs_shapes:
+            params, slots = keep_stacks((params, slots), layout)
+        return params, dataclasses.replace(new, slots=slots)
 
     def _coefficients(self, state: TorchOptState, inputs: jax.Array) -> tuple[list[Scalars], Scalars, Scalars]:
         """What each group, and in its place each parameter, is updated with; and the numbers kept of each parameter."""

@@ -43,8 +43,8 @@ class StoredUpdate:
         for names in params.layout.groups:
             for part in [names] if self._is_one(names) else [(name,) for name in names]:
                 if part[0] in self.given:
-                    held = {slot: _rows(values, part) for slot, values in slots.items() if part[0] in values}
-                    entry = Entry(_rows(grads, part), _rows(params, part), held)
+                    held = {slot: stored_rows(values, part) for slot, values in slots.items() if part[0] in values}
+                    entry = Entry(stored_rows(grads, part), stored_rows(params, part), held)
                     update = self._of_part(part, entry, params.layout)
                     if isinstance(update, RowUpdate):
                         by_row[part] = update
@@ -134,6 +134,6 @@ def update_tensor(rule: Rule, flags: Flags, entry: Entry, scalars: Scalars) -> t
     return narrow(found, param), {name: narrow(value, slots[name]) for name, value in new.items()}
 
 
-def _rows(values: Stacks, names: tuple[str, ...]) -> jax.Array:
+def stored_rows(values: Stacks, names: tuple[str, ...]) -> jax.Array:
     """What is stored for these names, as it is stored."""
     return values.kept(names[0]) if len(names) == 1 else values.kept_rows(names)

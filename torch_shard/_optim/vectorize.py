@@ -133,13 +133,10 @@ def _results(eqn: JaxprEqn) -> list[Var]:
     return [v for v in eqn.outvars if not isinstance(v, DropVar)]
 
 
-# Sums and the like over rows: associative and commutative, so that a chain is one reduction for each stack.
+# Sums and maxima over rows: associative and commutative, so that a chain is one reduction for each stack.
 _REDUCTIONS: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array]]] = {
     "add": (jax.lax.add, jax.lax.reduce_sum),
     "max": (jax.lax.max, jax.lax.reduce_max),
-    "min": (jax.lax.min, jax.lax.reduce_min),
-    "and": (jax.lax.bitwise_and, jax.lax.reduce_and),
-    "or": (jax.lax.bitwise_or, jax.lax.reduce_or),
 }
 
 
