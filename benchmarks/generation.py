@@ -20,7 +20,7 @@ from benchmarks.tpu_cases import hf_llama
 from benchmarks.tpu_decode import DecodeByHand
 from benchmarks.tpu_llama import Llama
 from torch_shard._cost.total import costs_of
-from torch_shard._generate.decode import Decode, Loop, Prefill, Sampling
+from torch_shard._generate.decode import Decode, Loop, Prefill
 from torch_shard._loss import flatten_batch
 from torch_shard._state import as_arrays
 from torch_shard._train import ShardedBatch, StepOptions
@@ -110,8 +110,8 @@ def _decode_lowered(decode: Decode, first: Any) -> jax.stages.Lowered:
     program, _ = decode._prepare(batch, decode.structs, only_shapes=True)  # pyright: ignore[reportPrivateUsage]
     number, key = _struct((), np.int32, whole), jax.eval_shape(lambda: jax.random.key(0))
     fraction: Any = _struct((), np.float32, whole)
-    sampling = Sampling(_struct((), key.dtype, whole), fraction, number, fraction, greedy=True)
-    loop = Loop(first["logits"], number, _struct((1,), np.int32, whole), number, sampling, NEW)
+    drawn = _struct((), key.dtype, whole), fraction, number, fraction
+    loop = Loop(first["logits"], number, _struct((1,), np.int32, whole), number, *drawn, greedy=True, num_new=NEW)
     return program.lower(as_arrays(decode.structs), [*arrays, loop])
 
 

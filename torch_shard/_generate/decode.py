@@ -23,22 +23,34 @@ from torch_shard._train import ApplyStep, Body, ShardedBatch, StepOptions, Task
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How tokens are drawn; numbers are inputs of the program, so that others need no other program.
+class Loop:
+    """What the loop over new tokens is given beside the model's own inputs.
+
+    Its numbers are inputs of the program, so that others need no other program.
 
     Attributes:
+        logits: Of the first new token, (B, V).
+        limit: Number of new tokens, at most N.
+        stops: Tokens that end a row, (any number,).
+        pad: The token of rows that have ended.
         key: Of the first draw; the following ones fold their number in.
         temperature: Logits are divided by it.
         top_k: Only so many most probable tokens are drawn from.
         top_p: Only the most probable tokens are drawn from that have this probability together.
         greedy: Take the largest instead.
+        num_new: N.
     """
 
+    logits: jax.Array
+    limit: jax.Array
+    stops: jax.Array
+    pad: jax.Array
     key: jax.Array
     temperature: jax.Array
     top_k: jax.Array
     top_p: jax.Array
     greedy: bool = dataclasses.field(metadata={"static": True})
+    num_new: int = dataclasses.field(metadata={"static": True})
 
     def pick(self, logits_BV: jax.Array, number: jax.Array | int) -> jax.Array:
         """The tokens (B,), int32, of draw `number`."""
@@ -66,28 +78,6 @@ def allowed(logits_BV: jax.Array, top_k: jax.Array | int, top_p: jax.Array | flo
     stays_BV = ((before_BV < top_p) | (top_p >= 1)).at[:, 0].set(True)  # sums of all but the last may round to 1
     sorted_BV = jnp.where(stays_BV, sorted_BV, -jnp.inf)
     return jnp.take_along_axis(sorted_BV, jnp.argsort(order_BV, axis=-1), axis=-1)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Loop:
-    """What the loop over new tokens is given beside the model's own inputs.
-
-    Attributes:
-        logits: Of the first new token, (B, V).
-        limit: Number of new tokens, at most N.
-        stops: Tokens that end a row, (any number,).
-        pad: The token of rows that have ended.
-        sampling: How tokens are drawn.
-        num_new: N.
-    """
-
-    logits: jax.Array
-    limit: jax.Array
-    stops: jax.Array
-    pad: jax.Array
-    sampling: Sampling
-    num_new: int = dataclasses.field(metadata={"static": True})
 
 
 def _run(
@@ -172,7 +162,7 @@ class Decode(ApplyStep):
 def _loop(
     loop: Loop, call: Callable[..., tuple[jax.Array, list[jax.Array]]], cache: list[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    token = loop.sampling.pick(loop.logits, 0)
+    token = loop.pick(loop.logits, 0)
     tokens = jnp.full((token.shape[0], loop.num_new), loop.pad, jnp.int32).at[:, 0].set(token)
 
     def goes_on(carry: tuple[Any, ...]) -> jax.Array:
@@ -182,7 +172,7 @@ def _loop(
     def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         number, token, ended, tokens, cache = carry
         logits, cache = call(number - 1, token, cache)
-        token = jnp.where(ended, loop.pad, loop.sampling.pick(logits, number))
+        token = jnp.where(ended, loop.pad, loop.pick(logits, number))
         tokens = jax.lax.dynamic_update_slice(tokens, token[:, None], (jnp.zeros_like(number), number))
         return number + 1, token, ended | jnp.isin(token, loop.stops), tokens, cache
 

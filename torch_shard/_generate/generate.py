@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from torch_shard._common.caller import caller, near_misses, public
 from torch_shard._common.validate import check_count, check_kind, check_number, check_seed
 from torch_shard._device import put
-from torch_shard._generate.decode import Decode, Loop, Prefill, Sampling
+from torch_shard._generate.decode import Decode, Loop, Prefill
 from torch_shard._generate.settings import check_settings, setting
 from torch_shard._sharding import ShardingPlan, holdings, make_mesh
 from torch_shard._state import TrainState, check_state
@@ -98,7 +98,7 @@ def generate(
     check_count("max_new_tokens", max_new_tokens)
     check_kind("do_sample", do_sample, bool | None)
     config = getattr(model, "generation_config", None)
-    do_sample = bool(setting(config, "do_sample", do_sample) or False)
+    do_sample = bool(setting(config, "do_sample", do_sample))
     asked_k = top_k
     if do_sample:
         temperature, top_k, top_p = (
@@ -125,19 +125,16 @@ def generate(
 
     vocabulary = first["logits"].shape[-1]
     words = np.asarray(jax.random.key_data(jax.random.key(seed)))
-    sampling = Sampling(
-        key=jax.random.wrap_key_data(put(words, prefill.replicated)),
-        temperature=number(temperature, np.float32),
-        top_k=number(vocabulary if top_k is None else min(top_k, vocabulary), np.int32),
-        top_p=number(1.0 if top_p is None else top_p, np.float32),
-        greedy=not do_sample,
-    )
     loop = Loop(
         logits=first["logits"],
         limit=number(max_new_tokens, np.int32),
         stops=put(np.asarray(stops, np.int32), prefill.replicated),
         pad=number(pad, np.int32),
-        sampling=sampling,
+        key=jax.random.wrap_key_data(put(words, prefill.replicated)),
+        temperature=number(temperature, np.float32),
+        top_k=number(vocabulary if top_k is None else min(top_k, vocabulary), np.int32),
+        top_p=number(1.0 if top_p is None else top_p, np.float32),
+        greedy=not do_sample,
         num_new=num_new,
     )
     following = np.asarray(positions[:, -1:] + 1, np.int32)

@@ -94,12 +94,11 @@ class Judge:
 
     Attributes:
         news: For all.
-        refused: By number, why exchanges cannot be; each is there once, for the caller to take.
+        refused: By number, why exchanges cannot be.
     """
 
     def __init__(self, num: int, times: Times) -> None:
         self.news, self.refused = News(), dict[int, str]()
-        self._was_refused = set[int]()
         self._times = times
         self._seen = [Status() for _ in range(num)]
         self._heard, self._since = [0.0] * num, [0.0] * num  # of each: its last sign of life; the begin of its wait
@@ -155,7 +154,7 @@ class Judge:
         for number, subject, patience in {waits[0]: waits for waits in waiting}.values():
             here = [rank for rank, status in enumerate(self._seen) if status.waits and status.waits[0] == number]
             missing = [rank for rank in range(len(self._seen)) if rank not in here]
-            if not missing or number in self._was_refused:
+            if not missing or number in self.refused:
                 continue
             waited = now - max(self._since[rank] for rank in here)
             reason = self._in_vain(missing, self._seen[here[0]].runs)
@@ -163,7 +162,6 @@ class Judge:
                 reason = f"{processes(missing)} did not come within {patience:.0f} s"
             if reason is not None:
                 self.refused[number] = f"the processes do not come together: {reason}. {self._standing()}{advice}"
-                self._was_refused.add(number)
             elif waited // self._times.notice > max(0.0, waited - elapsed) // self._times.notice:
                 text = "%s: for %.0f s this waits for %s. %s"
                 logger.warning(text, subject, waited, processes(missing), self._standing())

@@ -346,8 +346,7 @@ def _cloud_tpu(env: Environment) -> Found | None:
         # Set by JAX as it is imported on a machine with TPUs.
         if env.get("TPU_ML_PLATFORM") != "JAX" or "TPU_SKIP_MDS_QUERY" in env:
             return None
-        says_so = _says(env, "TPU_ML_PLATFORM")
-        return Found(launcher="Cloud TPU", says=says_so, num_processes=None, process_id=None, by_jax=True)
+        return Found("Cloud TPU", _says(env, "TPU_ML_PLATFORM"), by_jax=True)
     hosts = len(env[name].split(","))
     slices, slice_id = (_number({other: default, **env}, other) for other, default in _SLICES.items())
     alone = {"TPU_WORKER_ID": "0"} if hosts == 1 else {}  # which libtpu leaves out where it compiles for others' chips
@@ -369,9 +368,8 @@ def _kubernetes(env: Environment) -> Found | None:
     """Indexed jobs and JobSets: JAX asks the API how many there are, if the package `kubernetes` is installed."""
     if "KUBERNETES_SERVICE_HOST" not in env or "JOB_COMPLETION_INDEX" not in env:
         return None
-    index = _number(env, "JOB_COMPLETION_INDEX")
-    says_so = _says(env, "JOB_COMPLETION_INDEX", "KUBERNETES_SERVICE_HOST")
-    return Found(launcher="Kubernetes", says=says_so, num_processes=None, process_id=index, by_jax=True)
+    says = _says(env, "JOB_COMPLETION_INDEX", "KUBERNETES_SERVICE_HOST")
+    return Found("Kubernetes", says, process_id=_number(env, "JOB_COMPLETION_INDEX"), by_jax=True)
 
 
 def _pmix(env: Environment) -> Found | None:

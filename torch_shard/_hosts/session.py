@@ -37,9 +37,7 @@ def watch(peers: Peers) -> None:
         peers.dying = True
         peers.fail(error)
         if isinstance(error, jax.errors.JaxRuntimeError) and peers.failure is not None:
-            note = "torch_shard: process {} failed: {}".format(*peers.failure)
-            if note not in getattr(error, "__notes__", []):
-                error.add_note(note)
+            error.add_note("torch_shard: process {} failed: {}".format(*peers.failure))
         before(kind, error, where)
 
     sys.excepthook = tell

@@ -120,7 +120,11 @@ def _checkpoint_file(path: Path) -> TensorFile:
     head, orbax = read_head(path), make_orbax()
     tensors = [stored for stored in head.stored if stored.where == TENSORS]
     homes = {name: stored for stored in tensors for name in stored.names if name not in head.unsaved}
-    stored = {name: Stored(*_torch_type(home, is_wide=name in head.wide)) for name, home in homes.items()}
+    types = {name: home.entry_type for name, home in homes.items()}
+    stored = {
+        name: Stored(shape, torch.int64 if name in head.wide else torch_dtype(np.dtype(dtype)))
+        for name, (shape, dtype) in types.items()
+    }
 
     @functools.lru_cache(1)  # a stack is read once for all of its rows
     def read(home: SavedArray) -> jax.Array:
@@ -133,11 +137,6 @@ def _checkpoint_file(path: Path) -> TensorFile:
         return to_host(array[home.names.index(name)] if len(home.names) > 1 else array).to(stored[name].dtype)
 
     return TensorFile(str(path), stored, tensor)
-
-
-def _torch_type(home: SavedArray, *, is_wide: bool) -> tuple[tuple[int, ...], torch.dtype]:
-    shape, dtype = home.entry_type
-    return shape, torch.int64 if is_wide else torch_dtype(np.dtype(dtype))
 
 
 def write_checkpoint(directory: Path, tensors: Mapping[str, torch.Tensor]) -> Path:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os.path
 import pickle
 import re
 import warnings
@@ -251,7 +252,7 @@ def _open_index(path: Path, open_file: Callable[[Path], TensorFile]) -> TensorFi
     names_of: dict[str, list[str]] = {}
     for name, file in _read_index(path).items():
         names_of.setdefault(file, []).append(name)
-    missing = [file for file in names_of if not _is_file(path.parent / file)]
+    missing = [file for file in names_of if not os.path.isfile(path.parent / file)]  # also of a name too long
     if missing:
         raise FileNotFoundError(
             f"{caller()}: {path} names {', '.join(missing)}, which {path.parent} lacks. Fetch what is missing, or "
@@ -273,13 +274,6 @@ def _open_index(path: Path, open_file: Callable[[Path], TensorFile]) -> TensorFi
         raise ValueError(f"{caller()}: {path} does not fit its files. Fetch them again.\n\n{listed}")
     stored = {name: entry for file in files.values() for name, entry in file.stored.items()}
     return TensorFile(str(path), stored, lambda name: files[first[name]].tensor(name))
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # of a name that is too long
-        return False
 
 
 def _read_index(path: Path) -> dict[str, str]:

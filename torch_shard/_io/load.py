@@ -158,8 +158,8 @@ def load_torch(
         check_kind("model_or_names", model_or_names, torch.nn.Module, hint="An optimizer has parameters of a module.")
         kept = open_training(check_path("path", path, hint="The optimizer's state is read from a file."))
         loader = _Loader(kept.weights, model_or_names, mesh=mesh, plan=plan, dtype=dtype)
-        named = model_or_names.named_parameters() if isinstance(model_or_names, torch.nn.Module) else ()
-        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in named}
+        module = cast(torch.nn.Module, model_or_names)
+        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         loader.restoring = Restoring(cast(torch.optim.Optimizer, optimizer), scheduler, kept, names)
     else:
         file = held_tensors(path) if isinstance(path, Mapping) else open_torch(check_path("path", path))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, cast, get_args, get_origin, get_type_hint
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 
 from torch_shard._common.types import PyTree
@@ -131,10 +130,9 @@ def _describe(
     where: str, names: tuple[str, ...], array: jax.Array | jax.ShapeDtypeStruct, kind: str = ""
 ) -> SavedArray:
     array = _plain(array)
-    sharding = getattr(array, "sharding", None)
+    spec, sharding = "", getattr(array, "sharding", None)
     if isinstance(sharding, NamedSharding):
-        sharding = row_sharding(sharding) if len(names) > 1 else sharding
-    spec = describe_spec(sharding.spec) if isinstance(sharding, NamedSharding) else ""
+        spec = describe_spec((row_sharding(sharding) if len(names) > 1 else sharding).spec)
     return SavedArray(where, names, tuple(array.shape), str(array.dtype), spec, kind)
 
 
@@ -185,7 +183,7 @@ def check_alike(path: Path, found: Entries, wanted: Entries, *, params_only: boo
 
 
 def _has_average(entries: Entries) -> bool:
-    return any(re.fullmatch(r"opt_state(\['[^']*'\])?(\.ema|\.slots\['ema'\])", where) for where, _ in entries)
+    return any(re.fullmatch(r"opt_state(\['[^']*'\])?\.ema", where) for where, _ in entries)
 
 
 def _is_narrow(entries: Entries) -> bool:
@@ -268,8 +266,7 @@ def read_arrays(
 
 def _empty(struct: jax.ShapeDtypeStruct) -> jax.Array:
     """An array without elements."""
-    whole = np.zeros(struct.shape, struct.dtype)
-    return jax.make_array_from_callback(struct.shape, struct.sharding, whole.__getitem__)
+    return jnp.zeros(struct.shape, struct.dtype, device=struct.sharding)
 
 
 HEAD = "state.json"

@@ -1,13 +1,6 @@
 """Optimizers: those of torch by their formulas, and any optax transformation, on parameters by name and on stacks."""
 
-from torch_shard._optim.average import (
-    average_of,
-    average_unchanged,
-    check_average,
-    has_average,
-    is_average,
-    with_average,
-)
+from torch_shard._optim.average import AverageState, averaged, check_average, inner_state, is_average
 from torch_shard._optim.by_name import run_by_name
 from torch_shard._optim.clipping import check_clipping, clip_in_torch, clipped
 from torch_shard._optim.from_torch import TorchOptimizer

@@ -10,8 +10,7 @@ So the result is that of the function by its structure, whatever the function is
 
 import collections
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import cast
 
 import jax
@@ -84,8 +83,7 @@ class _Traced:
 
     def __init__(self, fn: Callable[..., PyTree], args: tuple[PyTree, ...], transfers: HostTransfers | None) -> None:
         self._transfers, self._brought = transfers, dict[int, RowValue]()
-        given = functools.partial(_by_name, transfers=transfers, brought=self._brought)
-        self._leaves = jax.tree.map(given, args, is_leaf=lambda node: isinstance(node, Stacks))
+        self._leaves = jax.tree.map(self._by_name, args, is_leaf=lambda node: isinstance(node, Stacks))
         structs = jax.tree.map(lambda leaf: leaf.struct, self._leaves)
         self.closed, self._out = jax.make_jaxpr(fn, return_shape=True)(*structs)
 
@@ -102,22 +100,43 @@ class _Traced:
             program.run()
             return jax.tree.map(lambda result: result.array, stacked)
         program.run_when_asked()
-        return _one_by_one(stacked, self._transfers, self._brought)
+        return self._one_by_one(stacked, self._transfers)
 
+    def _one_by_one(self, stacked: PyTree, transfers: HostTransfers) -> PyTree:
+        """Results, a stored array of parameters and what is kept for it after the other; back in the host's memory."""
+        paths, tree = jax.tree_util.tree_flatten_with_path(stacked)
+        found: dict[int, PyTree] = {}
+        numbers = collections.defaultdict[str, list[int]](list)
+        for number, (path, _) in enumerate(paths):
+            numbers[str(path[-1:])].append(number)
+        for together in numbers.values():
+            found |= {number: paths[number][1].array for number in together}
+            sent = {number: transfers.replaced[number] for number in together if number in transfers.replaced}
+            olds = {number: self._brought[id(array)].take(None) for number, array in sent.items()}
+            found |= transfers.send({number: found[number] for number in sent}, olds) if sent else {}
+        return jax.tree.unflatten(tree, [found[number] for number in range(len(paths))])
 
-def _one_by_one(stacked: PyTree, transfers: HostTransfers, brought: Mapping[int, RowValue]) -> PyTree:
-    """Results, a stored array of parameters and what is kept for it after the other; back in the host's memory."""
-    paths, tree = jax.tree_util.tree_flatten_with_path(stacked)
-    found: dict[int, PyTree] = {}
-    numbers = collections.defaultdict[str, list[int]](list)
-    for number, (path, _) in enumerate(paths):
-        numbers[str(path[-1:])].append(number)
-    for together in numbers.values():
-        found |= {number: paths[number][1].array for number in together}
-        sent = {number: transfers.replaced[number] for number in together if number in transfers.replaced}
-        olds = {number: brought[id(array)].take(None) for number, array in sent.items()}
-        found |= transfers.send({number: found[number] for number in sent}, olds) if sent else {}
-    return jax.tree.unflatten(tree, [found[number] for number in range(len(paths))])
+    def _by_name(self, node: PyTree) -> PyTree:
+        """A `Stacks` as a dict of leaves by name, an array as a leaf."""
+        if not isinstance(node, Stacks):
+            return _leaf(self._value(node), node, None)
+        found: dict[str, PyTree] = {}
+        for group, stored in zip(node.layout.groups, node.arrays, strict=True):
+            if len(group) == 1:
+                found[group[0]] = jax.tree.map(self._by_name, stored)
+            else:
+                value = self._value(stored, list(range(len(group))))
+                found |= {name: _leaf(value, stored, row) for row, name in enumerate(group)}
+        return found
+
+    def _value(self, array: jax.Array, rows: list[int] | None = None) -> RowValue:
+        """An array; what lies in the host's memory is brought in late."""
+        transfers = self._transfers
+        if transfers is None or not is_on_host(array):
+            return RowValue(array, rows)
+        value = self._brought[id(array)] = RowValue(None, rows)
+        value.make = lambda: setattr(value, "array", transfers.bring(array))
+        return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,30 +145,6 @@ class _Leaf:
 
     slot: RowSlot
     struct: jax.ShapeDtypeStruct
-
-
-def _by_name(node: PyTree, *, transfers: HostTransfers | None, brought: dict[int, RowValue]) -> PyTree:
-    """A `Stacks` as a dict of leaves by name, an array as a leaf; what lies in the host's memory is brought in late."""
-
-    def value_of(array: jax.Array, rows: list[int] | None = None) -> RowValue:
-        if transfers is None or not is_on_host(array):
-            return RowValue(array, rows)
-        value = brought[id(array)] = RowValue(None, rows)
-        bring = transfers.bring
-        value.make = lambda: setattr(value, "array", bring(array))
-        return value
-
-    if not isinstance(node, Stacks):
-        return _leaf(value_of(node), node, None)
-    found: dict[str, PyTree] = {}
-    for group, stored in zip(node.layout.groups, node.arrays, strict=True):
-        if len(group) == 1:
-            own = functools.partial(_by_name, transfers=transfers, brought=brought)
-            found[group[0]] = jax.tree.map(own, stored)
-        else:
-            value = value_of(stored, list(range(len(group))))
-            found |= {name: _leaf(value, stored, row) for row, name in enumerate(group)}
-    return found
 
 
 def _leaf(value: RowValue, array: jax.Array, row: int | None) -> _Leaf:

@@ -23,7 +23,7 @@ _BY_ELEMENT = frozenset(
     | {"is_finite", "floor", "ceil", "round", "stop_gradient", "copy", "copy_p", "reduce_precision"}
 )
 _TO_ONE = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"})
-_CALLS = frozenset({"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "cond"})
+_CALLS = frozenset({"jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "cond"})
 _SHAPES = frozenset({"shape", "broadcast_dimensions", "axes", "sharding", "out_sharding"})
 
 

@@ -7,7 +7,7 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -17,9 +17,8 @@ import torch
 
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import host_array, struct_of, to_host
-from torch_shard._optim.average import SLOT, rule_with_average
 from torch_shard._optim.known import refuse_own_step, rule_of
-from torch_shard._optim.rule import Flags, Scalars, Slots, frozen_flags, read_numbers
+from torch_shard._optim.rule import Scalars, read_numbers
 from torch_shard._optim.stored_update import StoredUpdate
 from torch_shard._sharding import HostTransfers, Layout, Stacks, keep_stacks, whole_stacks
 
@@ -51,25 +50,22 @@ class TorchOptimizer:
             which group, and its flags, are fixed.
         params: The parameters of the model by name.
         trainable: The names of those that are trained.
-        ema: Keeps an average of the parameters with this decay too.
+
+    Attributes:
+        names: The parameters that it updates.
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        params: Mapping[str, torch.Tensor],
-        trainable: Sequence[str],
-        ema: float | None = None,
+        self, optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor], trainable: Sequence[str]
     ) -> None:
         self.optimizer, self.rule = optimizer, rule_of(optimizer)
-        if ema is not None:
-            self.rule = rule_with_average(self.rule, ema)
         names = {id(tensor): name for name, tensor in params.items()}
         self._members = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
         self._refuse_strangers()
         trained = frozenset(trainable)
         groups = ((n, number) for number, own in enumerate(self._members) for n in own if n in trained)
         self._group_of = dict(sorted(groups))  # another order of the groups takes up the same states
+        self.names = tuple(self._group_of)
         self._adopted = optimizer.state
         self._flags = [self.rule.flags(group) for group in optimizer.param_groups]
         self._shape = self._present_shape()
@@ -102,9 +98,7 @@ class TorchOptimizer:
 
     def refuse_replaced(self, params: Mapping[str, torch.Tensor]) -> None:
         """Refuse parameters that are not the model's any more."""
-        pairs = zip(self.optimizer.param_groups, self._members, strict=True)
-        found = [n for group, names in pairs for p, n in zip(group["params"], names, strict=True) if params[n] is not p]
-        if found:
+        if found := [name for param, name in self._named() if params[name] is not param]:
             raise ValueError(
                 f"{caller()}: {', '.join(found[:8])} of the model was replaced (an assignment, "
                 "load_state_dict(assign=True)) after the optimizer was made, which would go on with the tensor of "
@@ -113,20 +107,16 @@ class TorchOptimizer:
 
     def refuse_others(self, others: set[str], label: str) -> None:
         """Refuse parameters that the step does not train."""
-        if found := [name for members in self._members for name in members if name in others]:
+        if found := [name for _, name in self._named() if name in others]:
             raise ValueError(
                 f"{caller()}: the optimizer has parameters that trainable={label!r} leaves out: "
                 f"{', '.join(found[:8])}{', ...' * (len(found) > 8)}. Make it of those parameters alone, or name more."
             )
 
-    def _in_torch(self) -> dict[str, Mapping[str, Any]]:
-        """What the optimizer keeps now in torch, by the names of the parameters that are trained."""
-        return {
-            name: self.optimizer.state.get(p, {})
-            for group, names in zip(self.optimizer.param_groups, self._members, strict=True)
-            for p, name in zip(group["params"], names, strict=True)
-            if name in self._group_of
-        }
+    def _named(self) -> Iterator[tuple[torch.Tensor, str]]:
+        """The parameters of the optimizer in torch's order, with their names."""
+        for group, names in zip(self.optimizer.param_groups, self._members, strict=True):
+            yield from zip(group["params"], names, strict=True)
 
     def refuse_loaded(self, state: TorchOptState, values: Mapping[str, torch.Tensor]) -> None:
         """Refuse a state that was loaded into the optimizer in torch, and is not that of the run.
@@ -152,8 +142,7 @@ class TorchOptimizer:
 
     def _present_shape(self) -> list[tuple[object, ...]]:
         groups = self.optimizer.param_groups
-        flags = (frozen_flags(self.rule.flags(group)) for group in groups)
-        return [(*map(id, group["params"]), f) for group, f in zip(groups, flags, strict=True)]
+        return [(*map(id, group["params"]), self.rule.flags(group)) for group in groups]
 
     def read(self) -> dict[str, float]:
         """Read the numbers of the parameter groups into `inputs`.
@@ -191,19 +180,11 @@ class TorchOptimizer:
         slots: dict[str, dict[str, jax.Array]] = {}
         for name, tensor in params.items():
             if name in self._group_of:
-                for slot, value in self._slots(tensor, self._flags_of(name)).items():
+                for slot, value in self.rule.slots(tensor, self._flags[self._group_of[name]]).items():
                     slots.setdefault(slot, {})[name] = value
         num = len(self._group_of)
         kept = {name: jnp.full((num,), value, self._kept_dtype) for name, value in self.rule.kept.items()}
         return TorchOptState(jnp.zeros((num,), jnp.int32), kept, dict[str, Mapping[str, jax.Array]](slots))
-
-    def _flags_of(self, name: str) -> Flags:
-        return self._flags[self._group_of[name]]
-
-    def _slots(self, tensor: jax.Array, flags: Flags) -> Slots:
-        if why := self.rule.refuses(tensor.shape):
-            raise ValueError(f"a parameter of shape {tensor.shape}: {why}.")
-        return self.rule.slots(tensor, flags)
 
     def update(
         self,
@@ -237,12 +218,13 @@ class TorchOptimizer:
         given = {n: (at, group) for at, (n, group) in enumerate(self._group_of.items()) if n not in without}
         rows = StoredUpdate(self.rule, self._flags, of_groups, own, given, transfers)
         slots = cast(dict[str, Stacks], state.slots)
-        if self.rule.by_element or not layout.kept:
-            params, slots = rows.updated(grads, slots, params)
-            return params, dataclasses.replace(new, slots=slots)
-        grads, slots, params = whole_stacks((grads, slots, params))
+        needs_shapes = not self.rule.by_element and bool(layout.kept)
+        if needs_shapes:
+            grads, slots, params = whole_stacks((grads, slots, params))
         params, slots = rows.updated(grads, slots, params)
-        return keep_stacks(params, layout), dataclasses.replace(new, slots=keep_stacks(slots, layout))
+        if needs_shapes:
+            params, slots = keep_stacks((params, slots), layout)
+        return params, dataclasses.replace(new, slots=slots)
 
     def _coefficients(self, state: TorchOptState, inputs: jax.Array) -> tuple[list[Scalars], Scalars, Scalars]:
         """What each group, and in its place each parameter, is updated with; and the numbers kept of each parameter."""
@@ -254,8 +236,7 @@ class TorchOptimizer:
         groups = np.array(list(self._group_of.values()), int)
         numbers = {name: inputs[groups, at].astype(dtype) for at, name in enumerate(names)}
         kept = {name: values.astype(dtype) for name, values in state.kept.items()}
-        found, kept = self.rule.coefficients((state.taken + 1).astype(dtype), numbers, kept)
-        own = {name: value for name, value in found.items() if value is not numbers.get(name)}
+        own, kept = self.rule.coefficients((state.taken + 1).astype(dtype), numbers, kept)
         return of_groups, own, {name: kept[name].astype(old.dtype) for name, old in state.kept.items()}
 
     # To torch and back
@@ -267,7 +248,7 @@ class TorchOptimizer:
 
     def load(self, values: Mapping[str, Any]) -> TorchOptState | None:
         """The state that the optimizer has in torch, by the names of parameters; None if it has not stepped."""
-        found = self._in_torch()
+        found = {name: self.optimizer.state.get(p, {}) for p, name in self._named() if name in self._group_of}
         if not any(found.values()):
             return None
         fresh = jax.eval_shape(self.init, {name: struct_of(value) for name, value in values.items()})
@@ -277,7 +258,7 @@ class TorchOptimizer:
             for key, first in self.rule.kept.items()
         }
         slots = {
-            slot: {name: found[name].get(slot, _fresh(slot, values[name], s)) for name, s in by_name.items()}
+            slot: {name: found[name].get(slot, np.zeros(s.shape, s.dtype)) for name, s in by_name.items()}
             for slot, by_name in fresh.slots.items()
         }
         return TorchOptState(taken, kept, slots)  # pyright: ignore[reportArgumentType]  (host values, to be placed)
@@ -288,20 +269,14 @@ class TorchOptimizer:
         kept = {name: np.asarray(values) for name, values in state.kept.items()}
         taken, places = np.asarray(state.taken), {name: at for at, name in enumerate(self._group_of)}
         found: dict[int, dict[str, torch.Tensor]] = {}
-        own_groups = self.optimizer.param_groups
-        for own_group, group, members in zip(own_groups, groups, self._members, strict=True):
-            for param, place, name in zip(own_group["params"], group["params"], members, strict=True):
-                at = places.get(name)
-                if at is None or not (taken[at] or self.rule.from_start):
-                    continue
-                own = {"step": torch.tensor(float(taken[at]))} if self.rule.counts else {}
-                own |= {key: torch.tensor(float(values[at])) for key, values in kept.items()}
-                own |= {
-                    s: to_host(values[name]).to(param.dtype)
-                    for s, values in state.slots.items()
-                    if name in values and s != SLOT
-                }
-                found |= {place: own} if own else {}
+        for place, (param, name) in enumerate(self._named()):
+            at = places.get(name)
+            if at is None or not (taken[at] or self.rule.from_start):
+                continue
+            own = {"step": torch.tensor(float(taken[at]))} if self.rule.counts else {}
+            own |= {key: torch.tensor(float(values[at])) for key, values in kept.items()}
+            own |= {s: to_host(values[name]).to(param.dtype) for s, values in state.slots.items() if name in values}
+            found |= {place: own} if own else {}
         return {"state": found, "param_groups": groups}
 
     def steps_in_torch(
@@ -324,10 +299,9 @@ class TorchOptimizer:
         kind: Any = type(self.optimizer)
         other = kind(groups)
         found = self.state_dict(state)["state"]
-        order = [name for members in self._members for name in members]
-        for place, own in found.items():
-            if order[place] in copies:
-                other.state[copies[order[place]]] = own
+        for place, (_, name) in enumerate(self._named()):
+            if place in found and name in copies:
+                other.state[copies[name]] = found[place]
         for name, grad in grads.items():
             own = to_host(grad)
             copies[name].grad = own.mul(1 + moved * (2 * draw(own.shape) - 1)).to(own.dtype) if moved else own
@@ -343,7 +317,7 @@ def _are_equal(found: TorchOptState, state: TorchOptState, *, counts: bool) -> b
     numbers = zip(*(jax.tree.leaves(own) for own in leaves), strict=True)
     if not all(np.array_equal(a, b) for a, b in numbers):
         return False
-    pairs = [(s, n) for s, by_name in found.slots.items() if s != SLOT for n in by_name]
+    pairs = [(s, n) for s, by_name in found.slots.items() for n in by_name]
     return all(torch.equal(_on_host(found.slots[s][n]), to_host(state.slots[s][n])) for s, n in pairs)
 
 
@@ -354,8 +328,3 @@ def _steps_of(state: Mapping[str, Any]) -> float:
 
 def _on_host(value: Any) -> torch.Tensor:
     return value.cpu() if isinstance(value, torch.Tensor) else torch.from_numpy(np.asarray(value))
-
-
-def _fresh(slot: str, param: Any, struct: jax.ShapeDtypeStruct) -> Any:
-    """What a slot has of which torch keeps nothing."""
-    return param.detach() if slot == SLOT else np.zeros(struct.shape, struct.dtype)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torch_shard._optim.rule import Entry, Flags, Rule, Scalars, Settings, Slots, zeros_named
+from torch_shard._optim.rule import Entry, Flags, Rule, Scalars, Settings, Slots
 
 
 def _adafactor_flags(group: Settings) -> Flags:
@@ -30,7 +30,7 @@ def _adafactor_slots(tensor: jax.Array, flags: Flags) -> Slots:
 
 
 def _adafactor_coefficients(t: jax.Array, n: Scalars, kept: Scalars) -> tuple[Scalars, Scalars]:
-    return {**n, "rho": jnp.minimum(n["lr"], 1 / jnp.sqrt(t)), "weight": t ** n["beta2_decay"]}, kept
+    return {"rho": jnp.minimum(n["lr"], 1 / jnp.sqrt(t)), "weight": t ** n["beta2_decay"]}, kept
 
 
 def _root_mean_square(x: jax.Array) -> jax.Array:
@@ -113,17 +113,21 @@ def _muon(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
     return param - c["lr"] * ratio * step, {"momentum_buffer": buffer}
 
 
-def _no_matrix(shape: tuple[int, ...]) -> str | None:
-    return None if len(shape) == 2 else "Muon takes matrices alone; give the others to another optimizer"
+def _muon_slots(tensor: jax.Array, flags: Flags) -> Slots:
+    if tensor.ndim != 2:  # which torch refuses, but a transformation of optax is given any
+        raise ValueError(
+            f"a parameter of shape {tensor.shape}: Muon takes matrices alone; give the others to another optimizer "
+            "(optax.partition, by name)."
+        )
+    return {"momentum_buffer": jnp.zeros_like(tensor)}
 
 
 MUON = Rule(
     numbers=("lr", "weight_decay", "momentum"),
     flags=_muon_flags,
-    slots=zeros_named("momentum_buffer"),
+    slots=_muon_slots,
     update=_muon,
     counts=False,
     by_element=False,
     rounding=2**-8,
-    refuses=_no_matrix,
 )

@@ -10,7 +10,7 @@ made in double precision: `1 - beta ** step` then has all the digits of float32.
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -67,27 +67,26 @@ class Rule:
         numbers: Which numbers of a group are inputs, as torch names them.
         flags: What of a group is fixed once a program is compiled.
         slots: Names and initial values of what is kept for a tensor: `(tensor, flags) -> slots`.
-        coefficients: Scalars of a group at its step `t` (the first is 1): `(t, numbers, kept) -> (coefficients, kept)`.
-        update: `(entry, coefficients, flags) -> (param, slots)` of one tensor.
+        coefficients: Scalars at step `t` (the first is 1) beside the numbers, or in place of some:
+            `(t, numbers, kept) -> (scalars, kept)`.
+        update: `(entry, numbers and coefficients, flags) -> (param, slots)` of one tensor.
         kept: Scalars that a group keeps from step to step, with their initial values.
         counts: Whether torch keeps a `step` for each parameter.
         from_start: Whether torch keeps a state before the first step.
         by_element: Whether every element goes by itself.
         rounding: Of its own arithmetic, where that is narrower than float32: relative.
-        refuses: Why a tensor of this shape is not taken; None if it is.
     """
 
     numbers: tuple[str, ...]
     slots: Callable[[jax.Array, Flags], Slots]
     update: Callable[[Entry, Scalars, Flags], tuple[jax.Array, Slots]]
-    coefficients: Callable[[jax.Array, Scalars, Scalars], tuple[Scalars, Scalars]] = lambda t, n, kept: (n, kept)
+    coefficients: Callable[[jax.Array, Scalars, Scalars], tuple[Scalars, Scalars]] = lambda t, n, kept: ({}, kept)
     flags: Callable[[Settings], Flags] = _MAXIMIZE
     kept: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     counts: bool = True
     from_start: bool = False
     by_element: bool = True
     rounding: float = 0.0
-    refuses: Callable[[tuple[int, ...]], str | None] = lambda shape: None
 
 
 def read_numbers(rule: Rule, group: Settings) -> dict[str, float]:
@@ -117,8 +116,3 @@ def _number(name: str, value: Any) -> dict[str, float]:
 
 _PAIRS = {"betas": ("beta1", "beta2"), "etas": ("etaminus", "etaplus"), "step_sizes": ("smallest", "largest")}
 _DECAYS = ("beta1", "beta2", "rho", "alpha", "momentum")
-
-
-def frozen_flags(flags: Flags) -> Hashable:
-    """The same as a key."""
-    return tuple(sorted((name, tuple(v) if isinstance(v, list) else v) for name, v in flags.items()))

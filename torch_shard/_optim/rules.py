@@ -46,7 +46,7 @@ def _sgd(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
 
 
 def _counted(t: jax.Array, n: Scalars, kept: Scalars) -> tuple[Scalars, Scalars]:
-    return {**n, "t": t}, kept
+    return {"t": t}, kept
 
 
 SGD = Rule(
@@ -63,8 +63,7 @@ SGD = Rule(
 
 
 def _adam_coefficients(t: jax.Array, n: Scalars, kept: Scalars) -> tuple[Scalars, Scalars]:
-    corrections = {"step_size": n["lr"] / _correction(t, n, "beta1"), "root": jnp.sqrt(_correction(t, n, "beta2"))}
-    return {**n, **corrections}, kept
+    return {"step_size": n["lr"] / _correction(t, n, "beta1"), "root": jnp.sqrt(_correction(t, n, "beta2"))}, kept
 
 
 def _moments(grad: jax.Array, slots: Slots, c: Scalars) -> tuple[jax.Array, jax.Array]:
@@ -95,7 +94,7 @@ ADAM = Rule(
 
 
 def _adagrad_coefficients(t: jax.Array, n: Scalars, kept: Scalars) -> tuple[Scalars, Scalars]:
-    return {**n, "lr": n["lr"] / (1 + (t - 1) * n["lr_decay"])}, kept
+    return {"lr": n["lr"] / (1 + (t - 1) * n["lr_decay"])}, kept
 
 
 def _adagrad(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
@@ -154,7 +153,7 @@ RMSPROP = Rule(
 
 
 def _adamax_coefficients(t: jax.Array, n: Scalars, kept: Scalars) -> tuple[Scalars, Scalars]:
-    return {**n, "step_size": n["lr"] / _correction(t, n, "beta1")}, kept
+    return {"step_size": n["lr"] / _correction(t, n, "beta1")}, kept
 
 
 def _adamax(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
@@ -179,7 +178,6 @@ def _nadam_coefficients(t: jax.Array, n: Scalars, kept: Scalars) -> tuple[Scalar
 
     product = kept["mu_product"] * mu(t)
     return {
-        **n,
         "of_grad": n["lr"] * (1 - mu(t)) / (1 - product),
         "of_mean": n["lr"] * mu(t + 1) / (1 - product * mu(t + 1)),
         "correction": _correction(t, n, "beta2"),
@@ -211,7 +209,7 @@ def _radam_coefficients(t: jax.Array, n: Scalars, kept: Scalars) -> tuple[Scalar
     is_rectified = length > 5
     ratio = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
     root = jnp.sqrt(jnp.where(is_rectified, ratio * _correction(t, n, "beta2"), 1))
-    return {**n, "step_size": n["lr"] / _correction(t, n, "beta1"), "root": root, "is_rectified": is_rectified}, kept
+    return {"step_size": n["lr"] / _correction(t, n, "beta1"), "root": root, "is_rectified": is_rectified}, kept
 
 
 def _average_length(t: jax.Array, log_beta: jax.Array, longest: jax.Array) -> jax.Array:
@@ -248,7 +246,7 @@ def _asgd_coefficients(t: jax.Array, n: Scalars, kept: Scalars) -> tuple[Scalars
         "eta": n["lr"] / (1 + n["lambd"] * n["lr"] * t) ** n["alpha"],
         "mu": 1 / jnp.maximum(1, t - n["t0"]),
     }
-    return {**n, **now}, later
+    return now, later
 
 
 def _asgd(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from torch_shard._optim.rule import Entry, Flags, Rule, Scalars, Slots, frozen_flags
+from torch_shard._optim.rule import Entry, Flags, Rule, Scalars, Slots
 from torch_shard._sharding import HostTransfers, Layout, RowUpdate, Stacks, is_on_host
 
 
@@ -43,11 +43,13 @@ class StoredUpdate:
         for names in params.layout.groups:
             for part in [names] if self._is_one(names) else [(name,) for name in names]:
                 if part[0] in self.given:
-                    held = {slot: _rows(values, part) for slot, values in slots.items() if part[0] in values}
-                    entry = Entry(_rows(grads, part), _rows(params, part), held)
+                    held = {slot: stored_rows(values, part) for slot, values in slots.items() if part[0] in values}
+                    entry = Entry(stored_rows(grads, part), stored_rows(params, part), held)
                     update = self._of_part(part, entry, params.layout)
-                    found |= {} if isinstance(update, RowUpdate) else {part: update}
-                    by_row |= {part: update} if isinstance(update, RowUpdate) else {}
+                    if isinstance(update, RowUpdate):
+                        by_row[part] = update
+                    else:
+                        found[part] = update
         found |= self.transfers.by_row(by_row) if self.transfers is not None else {}
         places = {name: (part, row) for part in found for row, name in enumerate(part)}
 
@@ -72,8 +74,8 @@ class StoredUpdate:
 
     def _is_one(self, names: tuple[str, ...]) -> bool:
         """Tell whether the rows of a stack are updated alike, up to numbers."""
-        kinds = {frozen_flags(self.flags[self.given[name][1]]) if name in self.given else None for name in names}
-        return len(kinds) == 1
+        first, *others = [self.flags[self.given[name][1]] if name in self.given else None for name in names]
+        return all(flags == first for flags in others)
 
     def _of_part(self, names: tuple[str, ...], entry: Entry, layout: Layout) -> tuple[jax.Array, Slots] | RowUpdate:
         """The update of a stored array, whose rows have the same flags; one by row where its slots are brought in."""
@@ -132,6 +134,6 @@ def update_tensor(rule: Rule, flags: Flags, entry: Entry, scalars: Scalars) -> t
     return narrow(found, param), {name: narrow(value, slots[name]) for name, value in new.items()}
 
 
-def _rows(values: Stacks, names: tuple[str, ...]) -> jax.Array:
+def stored_rows(values: Stacks, names: tuple[str, ...]) -> jax.Array:
     """What is stored for these names, as it is stored."""
     return values.kept(names[0]) if len(names) == 1 else values.kept_rows(names)

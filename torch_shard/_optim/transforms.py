@@ -20,7 +20,7 @@ import torch
 from torch_shard._common.dtypes import torch_dtype
 from torch_shard._common.types import PyTree
 from torch_shard._optim.known import RULES
-from torch_shard._optim.rule import Entry, Flags, Rule, Slots, read_numbers
+from torch_shard._optim.rule import Entry, Flags, Slots, read_numbers
 from torch_shard._optim.stored_update import update_tensor
 
 Rate = float | Callable[[jax.Array], Any]
@@ -57,11 +57,9 @@ def _transformation(kind: type[torch.optim.Optimizer], lr: Rate, settings: Mappi
 
     def init(params: PyTree) -> TransformState:
         leaves, tree = jax.tree.flatten(params)
-        slots = [_slots(rule, leaf, flags_for(leaves)) for leaf in leaves]
-        names = dict.fromkeys(name for own in slots for name in own)
-        by_name = {n: jax.tree.unflatten(tree, [own.get(n, optax.MaskedNode()) for own in slots]) for n in names}
+        slots = _by_name(tree, [rule.slots(leaf, flags_for(leaves)) for leaf in leaves])
         kept = {name: jnp.asarray(value, jnp.float32) for name, value in rule.kept.items()}  # as in torch
-        return TransformState(jnp.zeros((), jnp.int32), kept, by_name)
+        return TransformState(jnp.zeros((), jnp.int32), kept, slots)
 
     def update(grads: PyTree, state: TransformState, params: PyTree | None = None) -> tuple[PyTree, TransformState]:
         if params is None:
@@ -70,7 +68,7 @@ def _transformation(kind: type[torch.optim.Optimizer], lr: Rate, settings: Mappi
         given = {name: jnp.asarray(value, float) for name, value in numbers.items()}  # float64 where JAX has it
         given["lr"] = jnp.asarray(lr(state.steps) if callable(lr) else lr, float)
         scalars, kept = rule.coefficients(count.astype(float), given, state.kept)
-        own = functools.partial(update_tensor, rule, flags_for(jax.tree.leaves(params)), scalars=scalars)
+        own = functools.partial(update_tensor, rule, flags_for(jax.tree.leaves(params)), scalars={**given, **scalars})
         updates, slots = _updated(own, grads, params, state.slots)
         kept = {name: value.astype(jnp.float32) for name, value in kept.items()}
         return updates, TransformState(count, kept, slots)
@@ -78,10 +76,10 @@ def _transformation(kind: type[torch.optim.Optimizer], lr: Rate, settings: Mappi
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def _slots(rule: Rule, leaf: jax.Array, flags: Mapping[str, Any]) -> Slots:
-    if why := rule.refuses(leaf.shape):
-        raise ValueError(f"a parameter of shape {leaf.shape}: {why} (optax.partition, by name).")
-    return rule.slots(leaf, flags)
+def _by_name(tree: Any, slots: Sequence[Slots]) -> dict[str, PyTree]:
+    """The slots of all parameters, by their names."""
+    names = dict.fromkeys(name for own in slots for name in own)
+    return {n: jax.tree.unflatten(tree, [own.get(n, optax.MaskedNode()) for own in slots]) for n in names}
 
 
 def _updated(
@@ -90,14 +88,13 @@ def _updated(
     """The updates, and the new slots."""
     leaves, tree = jax.tree.flatten(params)
     flat: dict[str, list[Any]] = {name: tree.flatten_up_to(values) for name, values in slots.items()}
-    updates, new = list[jax.Array](), {name: list(values) for name, values in flat.items()}
+    updates, new = list[jax.Array](), list[Slots]()
     for at, (grad, param) in enumerate(zip(tree.flatten_up_to(grads), leaves, strict=True)):
         own = {name: values[at] for name, values in flat.items() if not isinstance(values[at], optax.MaskedNode)}
         found, own = update(Entry(grad, param, own))
         updates.append(found - param)
-        for name, value in own.items():
-            new[name][at] = value
-    return jax.tree.unflatten(tree, updates), {n: jax.tree.unflatten(tree, values) for n, values in new.items()}
+        new.append(own)
+    return jax.tree.unflatten(tree, updates), _by_name(tree, new)
 
 
 _NO_FORMULA = ("params", "lr", "foreach", "capturable", "differentiable", "fused")

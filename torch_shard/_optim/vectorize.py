@@ -133,13 +133,10 @@ def _results(eqn: JaxprEqn) -> list[Var]:
     return [v for v in eqn.outvars if not isinstance(v, DropVar)]
 
 
-# Sums and the like over rows: associative and commutative, so that a chain is one reduction for each stack.
+# Sums and maxima over rows: associative and commutative, so that a chain is one reduction for each stack.
 _REDUCTIONS: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array]]] = {
     "add": (jax.lax.add, jax.lax.reduce_sum),
     "max": (jax.lax.max, jax.lax.reduce_max),
-    "min": (jax.lax.min, jax.lax.reduce_min),
-    "and": (jax.lax.bitwise_and, jax.lax.reduce_and),
-    "or": (jax.lax.bitwise_or, jax.lax.reduce_or),
 }
 
 
@@ -149,11 +146,8 @@ class _Reduction:
 
     name: str
     inputs: list[RowSlot]
-    output: RowValue
-
-    @property
-    def outputs(self) -> list[RowValue]:
-        return [self.output]
+    outputs: list[RowValue]
+    """The one result."""
 
     def run(self) -> None:
         combine, reduce = _REDUCTIONS[self.name]
@@ -165,9 +159,7 @@ class _Reduction:
             else:
                 rows.setdefault(value, []).append(row)
         terms += [reduce(value.stack(sorted(found)), (0,)) for value, found in rows.items()]
-        self.output.array = terms[0]
-        for term in terms[1:]:
-            self.output.array = combine(self.output.array, term)
+        self.outputs[0].array = functools.reduce(combine, terms)
 
 
 class RowProgram:
@@ -230,9 +222,9 @@ class RowProgram:
     def _add_chain(self, jaxpr: Jaxpr, chain: "_Chain", slots: dict[Var, RowSlot]) -> None:
         terms, end = [self._slot(term, slots) for term in chain.terms], chain.eqns[-1]
         if len({slot.row for slot in terms} - {None}) > 1:
-            reduction = _Reduction(end.primitive.name, terms, RowValue())
+            reduction = _Reduction(end.primitive.name, terms, [RowValue()])
             self.operations.append(reduction)
-            slots[end.outvars[0]] = RowSlot(reduction.output, None)
+            slots[end.outvars[0]] = RowSlot(reduction.outputs[0], None)
         else:
             for eqn in chain.eqns:
                 self._add(jaxpr, eqn, slots)

@@ -20,7 +20,7 @@ from torch_shard._common.caller import caller
 from torch_shard._common.convert import host_array, struct_of
 from torch_shard._common.types import PyTree
 from torch_shard._device import put, put_rows
-from torch_shard._optim import has_average, in_optimizer, is_average, is_narrow, narrow_like, parameter_of, run_by_name
+from torch_shard._optim import AverageState, in_optimizer, is_average, is_narrow, narrow_like, parameter_of, run_by_name
 from torch_shard._scan import Siblings, stack_layout
 from torch_shard._sharding import (
     Holdings,
@@ -307,9 +307,10 @@ class StateLayout:
         found, wanted = (cast(object, jax.tree.structure(tree)) for tree in (opt_state, self._opt_state))
         pairs = zip(jax.tree.leaves(opt_state), jax.tree.leaves(self._opt_state), strict=False)
         if found != wanted or any(jnp.shape(a) != s.shape or (is_narrow(a) and not is_narrow(s)) for a, s in pairs):
+            averages = (isinstance(state, AverageState) for state in (opt_state, self._opt_state))
             raise ValueError(
                 f"{caller()}: opt_state does not fit the optimiser and the parameters. "
-                f"{differs_by('ema', has_average(opt_state), has_average(self._opt_state))}Make it from the parameters "
+                f"{differs_by('ema', *averages)}Make it from the parameters "
                 "by name, optimizer.init(dict(state.params)), or take that of step.init(); one with moments in "
                 "bfloat16 is for a step with moment_dtype."
             )

@@ -4,10 +4,11 @@
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
@@ -15,17 +16,17 @@ from jax.sharding import Mesh
 
 from torch_shard._common.types import PyTree
 from torch_shard._optim import (
+    AverageState,
     TorchOptimizer,
-    average_of,
-    average_unchanged,
+    averaged,
     check_optimizer,
     clip_in_torch,
     in_optimizer,
     init_narrow,
+    inner_state,
     narrowed,
     run_by_name,
     widened,
-    with_average,
 )
 from torch_shard._sharding import Holdings, HostTransfers, Layout, Stacks, as_dicts, to_device
 from torch_shard._state import StateLayout, TrainState, global_norm
@@ -37,7 +38,7 @@ class Update:
     """An optimizer, and how it updates the parameters that a step trains.
 
     Attributes:
-        optimizer: As it was given; of optax, with the average that `ema` asks for.
+        optimizer: As it was given.
         inputs: Tensors whose values a program is given at each call.
     """
 
@@ -46,10 +47,8 @@ class Update:
         self._options, self._torch = options, None
         if isinstance(optimizer, torch.optim.Optimizer):
             names = list(held.training(trained).trainable)
-            self._torch = TorchOptimizer(optimizer, held.params, names, options.ema)
+            self._torch = TorchOptimizer(optimizer, held.params, names)
             self._torch.refuse_others(set(held.trainable) - set(names), options.label)
-        elif options.ema is not None:
-            optimizer = with_average(optimizer, options.ema)
         self.optimizer: Any = optimizer
         self.inputs: tuple[torch.Tensor, ...] = () if self._torch is None else (self._torch.inputs,)
         self._takes_value = isinstance(optimizer, optax.GradientTransformationExtraArgs)
@@ -57,11 +56,21 @@ class Update:
     def init(self, params: Any) -> PyTree:
         """The state at step 0, of parameters by name."""
         init = self.optimizer.init if self._torch is None else self._torch.init
-        return init(params) if self._options.moment_dtype is None else init_narrow(init, params)
+        state = init(params) if self._options.moment_dtype is None else init_narrow(init, params)
+        return self._with_average(state, params, jnp.copy)  # arrays of their own, as a step donates each once
+
+    def _with_average(self, state: PyTree, params: Mapping[str, Any], copied: Callable[[Any], Any]) -> PyTree:
+        """The state, with averages that begin as copies of the parameters where `ema` asks for them."""
+        if self._options.ema is None:
+            return state
+        names = params if self._torch is None else self._torch.names
+        return AverageState(state, {name: copied(params[name]) for name in names})
 
     def present(self, values: Mapping[str, torch.Tensor]) -> PyTree | None:
         """The state that an optimizer of torch has in torch; None if it has not stepped, or is of optax."""
-        return None if self._torch is None else self._torch.adopt(values)
+        if self._torch is None or (state := self._torch.adopt(values)) is None:
+            return None
+        return self._with_average(state, values, torch.Tensor.detach)
 
     def refuse_replaced(self, held: Holdings) -> None:
         """Refuse an optimizer of torch whose parameters are not the model's any more."""
@@ -71,7 +80,7 @@ class Update:
     def refuse_loaded(self, opt_state: PyTree, held: Holdings) -> None:
         """Refuse a state that was loaded into an optimizer of torch since, and is not that of the run."""
         if self._torch is not None:
-            self._torch.refuse_loaded(opt_state, held.trainable)
+            self._torch.refuse_loaded(inner_state(opt_state), held.trainable)
 
     def read(self, mesh: Mesh) -> None:
         """Read the numbers of the parameter groups into `inputs`, the same in all processes."""
@@ -87,7 +96,7 @@ class Update:
         """The averages of the parameters, by name."""
         if self._options.ema is None:
             raise ValueError("averaged: the step keeps no averages. Make it with ema=0.999, or what decay you want.")
-        return average_of(opt_state)
+        return opt_state.ema
 
     def state_dict(self, opt_state: PyTree) -> dict[str, Any]:
         """The state as torch has it."""
@@ -96,7 +105,7 @@ class Update:
                 "export_optimizer: the step was made with an optax transformation, whose state is state.opt_state. "
                 "Only a step that was made with an optimizer of torch gives its state back to torch."
             )
-        return self._torch.state_dict(opt_state)
+        return self._torch.state_dict(inner_state(opt_state))
 
     def in_program(
         self, state: TrainState, grads: Stacks, params: Stacks, *, layout: StateLayout, **how: Any
@@ -142,24 +151,22 @@ class Update:
             layout: How the trained parameters are stored.
             transfers: Of the state that lies in the host's memory, if some does.
         """
-        decay = self._options.ema
-        if self._torch is not None:
-            updated, new = self._torch.update(
-                grads, opt_state, params, inputs[-1], layout=layout, without=without_grad, transfers=transfers
-            )
-            return updated, new if decay is None else average_unchanged(opt_state, new, params, without_grad, decay)
+        own = inner_state(opt_state)
 
         def update(grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> PyTree:
             with in_optimizer("update"):
                 updates, new = self.optimizer.update(grads, opt_state, params, **self._extra(loss))
-            new = new if decay is None else average_unchanged(opt_state, new, params, without_grad, decay)
             updated: PyTree = optax.apply_updates(params, updates)
             return {**updated, **{name: params[name] for name in without_grad}}, new
 
-        return cast(
-            tuple[Stacks, PyTree],
-            run_by_name(update, grads, opt_state, params, loss, layout=layout, transfers=transfers),
-        )
+        if self._torch is not None:
+            updated, new = self._torch.update(
+                grads, own, params, inputs[-1], layout=layout, without=without_grad, transfers=transfers
+            )
+        else:
+            updated, new = run_by_name(update, grads, own, params, loss, layout=layout, transfers=transfers)
+        decay = self._options.ema
+        return updated, new if decay is None else AverageState(new, averaged(opt_state.ema, updated, decay))
 
     def _extra(self, loss: jax.Array) -> dict[str, jax.Array]:
         return {"value": loss} if self._takes_value else {}
@@ -180,7 +187,7 @@ class Update:
         """
         if moved and (self._torch is None or not self._torch.rule.rounding):
             return {}
-        options, opt_state = self._options, to_device(opt_state)
+        options, opt_state = self._options, to_device(inner_state(opt_state))
         opt_state = widened(opt_state) if options.moment_dtype is not None else opt_state
         if self._torch is not None:
             clip = functools.partial(clip_in_torch, max_norm=options.clip_grad_norm, max_value=options.clip_grad_value)
