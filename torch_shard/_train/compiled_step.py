@@ -324,7 +324,7 @@ class CompiledStep:
         return program
 
     def _jitted(self, loss: LossProgram, key: ProgramKey, arrays: list[jax.Array]) -> StepProgram:
-        over_batch = self._microbatches.run(loss, self.plan)
+        over_batch, lines = self._microbatches.run(loss, self.plan)
 
         def run(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> LossOutputs:
             check_names(state, self._held.all)
@@ -342,7 +342,7 @@ class CompiledStep:
             agree=self._agree,
             key=key,
         )
-        program.report += self._microbatches.report(loss, self.plan)
+        program.report += lines
         return program
 
     def _agree(

@@ -184,7 +184,8 @@ class ProgramCache:
         last = next(reversed(self._families), key)
         if why := why or (key.difference(last) if last != key else None):
             logger.info("%s compiles again: %s", self._who, why)
-        family = [known for known in self._families.get(key, []) if not program.loss.replaces(known.loss)]
+        captured = program.loss.captured
+        family = [known for known in self._families.get(key, []) if known.loss.captured is not captured]
         self._families.keep(key, [*family[1 - KEPT :], program])
         if self._has_warned or not (found := key.varying(self._families)):
             return program
