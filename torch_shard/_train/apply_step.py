@@ -11,7 +11,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 import torch
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.caller import caller, error_prefix
 from torch_shard._common.convert import flatten
@@ -129,7 +129,7 @@ class ApplyStep(Step):
             out = task.run(state, batch, closure)
             sizes = {array.shape[0] for array in batch if array.ndim} if is_split else set[int]()
             pairs = zip(batch, task.shardings, strict=True)
-            lengths = {x.shape[1] for x, s in pairs if axis and axis in axes_of(_spec(s)[1:2])}
+            lengths = {x.shape[1] for x, s in pairs if axis and axis in axes_of(getattr(s, "spec", ())[1:2])}
 
             def placed(array: jax.Array) -> jax.Array:
                 if not array.ndim or array.shape[0] not in sizes:
@@ -141,7 +141,3 @@ class ApplyStep(Step):
             return out.loss, jax.tree.map(placed, out.metrics["outputs"])
 
         return apply, {}
-
-
-def _spec(sharding: Sharding) -> PartitionSpec:
-    return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
