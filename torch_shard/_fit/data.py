@@ -53,7 +53,7 @@ def reseed(held: Iterable[Any], *words: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
-    for number, generator in enumerate(held):
+    for number, generator in enumerate(held, 1):  # with the seed itself, one of torch would draw what the global does
         _set_state(generator, _fresh(generator, seed ^ number))
 
 
