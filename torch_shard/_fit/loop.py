@@ -17,7 +17,7 @@ from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_count, is_integer
 from torch_shard._fit.callbacks import Callbacks
 from torch_shard._fit.data import Ahead, Batches
-from torch_shard._fit.reports import Predictions, Reports, num_rows, scalars
+from torch_shard._fit.reports import Predictions, Reports, scalars
 from torch_shard._fit.schedule import Schedule
 from torch_shard._hosts import Gate, PeerError
 from torch_shard._inspect import find_nan, replay, save_bad_batch
@@ -131,7 +131,7 @@ class Evaluation:
             if number and self._step.draws_random:
                 state = dataclasses.replace(state, key=jax.random.fold_in(state.key, number))
             found.append(jax.device_get(scalars(self._step(state, placed))))
-            weights.append(num_rows(placed))
+            weights.append(placed.num_rows)
             if self._predictions:
                 self._predictions.add(state, placed)
             if found[-1].keys() != found[0].keys():

@@ -92,17 +92,12 @@ def scalars(metrics: Mapping[str, PyTree]) -> dict[str, PyTree]:
     return {name: value for name, value in metrics.items() if isinstance(value, jax.Array) and value.ndim == 0}
 
 
-def num_rows(placed: ShardedBatch) -> int:
-    """The rows of a batch: the leading dim of its first leaf that has one."""
-    return next((array.shape[0] for array in placed.arrays if array.ndim), 1)
-
-
 def _amount(placed: ShardedBatch) -> tuple[str, int]:
     """Size and unit of a batch: tokens, if its first leaf is integers of at least two dims, else samples."""
     first = next((array for array in placed.arrays if array.ndim), None)
     if first is not None and first.ndim > 1 and np.issubdtype(first.dtype, np.integer):
         return "tokens", first.size
-    return "samples", num_rows(placed)
+    return "samples", placed.num_rows
 
 
 class Bar:

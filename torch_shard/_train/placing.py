@@ -38,6 +38,8 @@ class ShardedBatch:
     """Whether each process gave the rows of its own devices alone."""
     leaves: tuple[PyTree, ...] = ()
     """What the arrays are made of, as it was given."""
+    num_rows: int = 1
+    """The leading dim of the first leaf that has one, and is not split in a way of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +50,8 @@ class HostBatch:
     local: bool
 
 
-_Placement = tuple[Sequence[BatchLayout | LocalLayout], BatchSignature]
-"""How each leaf of batches of one signature comes onto the mesh, and the signature that the whole has there."""
+_Placement = tuple[Sequence[BatchLayout | LocalLayout], BatchSignature, int]
+"""How each leaf of batches of one signature comes onto the mesh; of the whole there its signature, and its rows."""
 
 
 class Placer:
@@ -74,7 +76,7 @@ class Placer:
         leaves, signature = flatten_batch(given.batch)
         if self._must_divide:  # as in training
             _refuse_grad(given.batch, leaves)
-        layouts, whole = self._placement_of(given, leaves, signature, only_shapes)
+        layouts, whole, num_rows = self._placement_of(given, leaves, signature, only_shapes)
 
         def placed(layout: BatchLayout | LocalLayout, leaf: PyTree) -> Any:
             (found,) = layout.structs([leaf]) if only_shapes else layout.put([leaf])
@@ -91,7 +93,7 @@ class Placer:
             pairs = zip(whole.paths, leaves, strict=True)
             on_host = [(path, leaf) for path, leaf in pairs if not isinstance(leaf, jax.Array | JaxTensor)]
             self.content.keep(whole, {f"the content of {path}": digest_of(leaf) for path, leaf in on_host})
-        return ShardedBatch(arrays, whole, given.local, tuple(leaves))
+        return ShardedBatch(arrays, whole, given.local, tuple(leaves), num_rows)
 
     def _placement_of(
         self, given: HostBatch, leaves: list[PyTree], signature: BatchSignature, only_shapes: bool
@@ -106,7 +108,7 @@ class Placer:
         if found is None:
             paths = array_paths(given.batch)
             whole = self._whole(signature, paths) if local else signature
-            found = self._choose(whole, paths, local), whole
+            found = self._choose(whole, paths, local), whole, self._num_rows(whole, paths)
             self._placements.keep(key, found)
             _say_rounded(paths, signature)
         return found
@@ -123,6 +125,11 @@ class Placer:
             )
         whole = (replace(x, shape=self._own.whole(x.shape)) if isinstance(x, Spec) else x for x in own.leaves)
         return replace(own, leaves=tuple(whole))
+
+    def _num_rows(self, whole: BatchSignature, paths: list[str]) -> int:
+        with_dims = [pair for pair in zip(whole.specs, self._layout.at(paths), strict=True) if pair[0].shape]
+        by_rows = [pair for pair in with_dims if pair[1] is self._layout]
+        return next((spec.shape[0] for spec, _ in by_rows or with_dims), 1)
 
     def _choose(self, whole: BatchSignature, paths: list[str], local: bool) -> Sequence[BatchLayout | LocalLayout]:
         """Where the leaves of such a batch go, at these paths in it."""
