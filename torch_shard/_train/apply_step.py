@@ -122,13 +122,12 @@ class ApplyStep(Step):
         return outputs
 
     def _body(self, task: Task) -> tuple[Body, dict[str, Any]]:
-        is_split = any(not sharding.is_fully_replicated for sharding in task.shardings)
         axis = self.plan.context.axis if self.plan.context else None
 
         def apply(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> tuple[jax.Array, PyTree]:
             out = task.run(state, batch, closure)
-            sizes = {array.shape[0] for array in batch if array.ndim} if is_split else set[int]()
-            pairs = zip(batch, task.shardings, strict=True)
+            pairs = list(zip(batch, task.shardings, strict=True))
+            sizes = {x.shape[0] for x, s in pairs if not s.is_fully_replicated}
             lengths = {x.shape[1] for x, s in pairs if axis and axis in axes_of(getattr(s, "spec", ())[1:2])}
 
             def placed(array: jax.Array) -> jax.Array:
