@@ -348,7 +348,10 @@ class Loop:
             self.gate.fail(error)
             return self._name_newest(error)
         try:
-            self._flush_if_possible()
+            try:
+                self.reports.flush(every=True)
+            except Exception:  # which may be what has failed: a disk that is full still has room elsewhere
+                self.reports.close()
             for _ in range(behind):  # the others had gone further when they heard of it
                 self._advance(self.begun or next(self.ahead))
             self._end()
@@ -358,13 +361,6 @@ class Loop:
         else:
             if self.checkpointer is not None:
                 error.add_note(f"fit: the state is saved in {self.checkpointer.directory}.")
-
-    def _flush_if_possible(self) -> None:
-        """Tell of the last batch, unless that is what has failed: a disk that is full still has room elsewhere."""
-        try:
-            self.reports.flush(every=True)
-        except Exception:
-            self.reports.close()
 
     def _name_newest(self, error: Exception) -> None:
         """Say where the run can be taken up again."""

@@ -44,18 +44,15 @@ class MetricsLog:
 
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._take_back(start)
-        self._lines = (self.directory / METRICS).open("a", encoding="utf-8")
-        # A name of its own: by default it is that of the second, and a file of the same second is written over.
-        suffix = f".{time.time_ns()}"
-        self._events = SummaryWriter(str(self.directory), purge_step=start + 1, filename_suffix=suffix)
-
-    def _take_back(self, start: int) -> None:
         path = self.directory / METRICS
         records = read_metrics(path) if path.exists() else []
         kept = [record for record in records if record["batch"] <= start]
         with replacing(path) as partial:
             partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        self._lines = path.open("a", encoding="utf-8")
+        # A name of its own: by default it is that of the second, and a file of the same second is written over.
+        suffix = f".{time.time_ns()}"
+        self._events = SummaryWriter(str(self.directory), purge_step=start + 1, filename_suffix=suffix)
 
     def write(self, kind: str, batch: int, numbers: Mapping[str, object]) -> None:
         """Add a record.
