@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.tables.runs import LOADERS
-from torch_shard._fit.data import Batches
+from torch_shard._fit.data import Batches, reseed
 
 
 class OwnNumbers(Dataset):
@@ -78,6 +78,14 @@ def test_numbers_of_a_held_generator_are_left_as_they_were():
     wanted = np.random.default_rng(0).random(3)
     list(itertools.islice(Batches(held, seed=0).starting_at(0), 7))
     np.testing.assert_array_equal(held.order.random(3), wanted)
+
+
+def test_rows_draw_other_numbers_from_each_generator():
+    """A generator of the dataset's own and the global one were seeded alike: noise and choice were one number."""
+    held = torch.Generator(), torch.Generator()
+    with torch.random.fork_rng():
+        reseed(held, 0, 0, 3)
+        assert len({float(torch.rand((), generator=each)) for each in (None, *held)}) == 3
 
 
 def test_batches_in_the_order_of_chance_are_told_of(caplog):

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -109,6 +110,21 @@ def test_metrics_and_evaluation(step, tmp_path):
         (r["batch"], pytest.approx(r["loss"])) for r in train
     ]
     assert [e.step for e in events.Scalars("eval/loss")] == [4, 6]
+
+
+def test_an_evaluation_weighs_batches_by_rows_where_another_leaf_comes_first(tmp_path):
+    """By names of leaves: a mask comes before the rows, and has as many in each batch."""
+
+    def loss_fn(model, batch):
+        return (model(batch["rows"]) * batch["mask"]).square().mean()
+
+    step = step_of(nn.Linear(6, 3), loss_fn, batch_spec={"mask": P()})
+    batches = [{"mask": torch.ones(3), "rows": DATA[:8]}, {"mask": torch.ones(3), "rows": 9 * DATA[8:10]}]
+    state = ts.fit(step, None, batches[:1], steps=1, eval_loader=batches, log=tmp_path, progress=False)
+    (found,) = [record["loss"] for record in read_metrics(tmp_path / "metrics.jsonl") if record["kind"] == "eval"]
+    model = step.export(state)
+    first, second = (loss_fn(model, batch).item() for batch in batches)
+    assert found == pytest.approx((8 * first + 2 * second) / 10, rel=1e-5)
 
 
 @pytest.mark.parametrize("log_every", [1, 3])

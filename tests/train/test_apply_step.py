@@ -84,6 +84,19 @@ def test_a_function_of_model_and_batch_gives_any_containers():
     assert out["pair"][1].sharding.is_fully_replicated
 
 
+def test_an_output_with_the_rows_of_a_leaf_that_is_not_split_is_whole():
+    """Three rows, which do not divide over four devices."""
+    apply = ts.make_apply(
+        net(),
+        mesh=make_mesh((4, 2)),
+        plan=PLAN,
+        fn=lambda model, batch: (model(batch["x"]), 2 * batch["mask"]),
+        batch_spec={"mask": P()},
+    )
+    out, mask = apply({"mask": torch.ones(3, 3), "x": torch.randn(8, 8)})
+    assert (out.sharding.shard_shape(out.shape), mask.sharding.is_fully_replicated) == ((2, 4), True)
+
+
 def test_mappings_and_tuples_are_arguments():
     class Two(nn.Module):
         def forward(self, a, b):

@@ -11,8 +11,7 @@ from tests.oracles.errors import refuses
 from tests.tables.host_data import ROWS, X, batch_of, make_step
 from torch_shard._common.types import KEPT
 from torch_shard._device import BatchLayout, GatheredLayout, HostRows, LocalLayout
-from torch_shard._train.facts import FirstRows
-from torch_shard._train.same_batches import _describe, compare_given
+from torch_shard._train.placing import _describe, compare_given
 
 MESH = ts.make_mesh(batch=4, model=2)
 
@@ -61,7 +60,7 @@ def test_what_processes_give_is_compared(monkeypatch):
         def exchange(make, subject):
             return [make(), *map(_parts, others)]
 
-        monkeypatch.setattr("torch_shard._train.same_batches.exchange", exchange)
+        monkeypatch.setattr("torch_shard._train.placing.exchange", exchange)
         return {"batch['a']": np.zeros((2, 3)), "batch['b']": np.zeros(2), "batch['n']": 1}
 
     alike = given()
@@ -81,11 +80,10 @@ def test_what_processes_give_is_compared(monkeypatch):
 
 def test_what_is_known_of_signatures_does_not_grow_without_bound(monkeypatch):
     """As of programs, the last ones used are kept."""
-    monkeypatch.setattr("torch_shard._train.facts.is_shared", lambda mesh: True)
+    monkeypatch.setattr("torch_shard._train.placing.is_shared", lambda mesh: True)
     step = make_step(MESH)
-    rows = FirstRows(MESH)
     for length in range(1, KEPT + 9):
         placed = step.put({"x": torch.zeros(8, length), "rows": torch.arange(8)})
-        rows.note(placed)
-    assert len(step._placer._placements) == len(rows._found) == KEPT
-    assert set(rows.of(placed.signature)) == {"the content of batch['rows']", "the content of batch['x']"}
+    content = step._placer.content
+    assert len(step._placer._placements) == len(content) == KEPT
+    assert set(content[placed.signature]) == {"the content of batch['rows']", "the content of batch['x']"}

@@ -9,4 +9,4 @@ from torch_shard._cost.fitting import (
     partitioner_refusals,
 )
 from torch_shard._cost.preview import Preview, preview_of
-from torch_shard._cost.total import costs_of
+from torch_shard._cost.total import Cost, costs_of

@@ -5,7 +5,6 @@ from torch_shard._device.dispatch import register_device
 from torch_shard._device.host_rows import GatheredLayout, HostRows, LocalLayout, data_shard
 from torch_shard._device.placement import (
     BatchLayout,
-    LayoutByPath,
     gather,
     place,
     put,

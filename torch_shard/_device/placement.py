@@ -365,18 +365,3 @@ class BatchLayout:
             host = np.array(host_array(array, rounds=True), order="C")
             return jax.make_array_from_callback(host.shape, self.sharding(host.ndim), host.__getitem__)
         return jax.device_put(array, self.sharding(array.ndim))
-
-
-class LayoutByPath:
-    """Placement of the leaves of batches of one structure, each in its own way."""
-
-    def __init__(self, layouts: list[BatchLayout]) -> None:
-        self._layouts = layouts
-
-    def put(self, leaves: list[PyTree]) -> list[jax.Array]:
-        """Leaves onto the mesh."""
-        return [layout.put([leaf])[0] for layout, leaf in zip(self._layouts, leaves, strict=False)]
-
-    def structs(self, leaves: list[PyTree]) -> list[jax.ShapeDtypeStruct]:
-        """Shape, dtype and sharding that leaves have on the mesh; of leaves with shapes alone, too."""
-        return [layout.structs([leaf])[0] for layout, leaf in zip(self._layouts, leaves, strict=True)]

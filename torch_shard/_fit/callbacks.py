@@ -159,13 +159,6 @@ class Callback:
         """
 
 
-def check_callbacks(callbacks: object) -> None:
-    """Refuse what is no list of callbacks."""
-    check_kind("callbacks", callbacks, list | tuple, hint="Give a list of ts.Callback.")
-    for each in callbacks:  # pyright: ignore[reportGeneralTypeIssues, reportUnknownVariableType]
-        check_kind("callbacks", each, Callback, hint="Derive it from ts.Callback.")
-
-
 class _Better:
     """Whether a metric is better than its best so far."""
 

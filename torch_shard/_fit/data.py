@@ -53,7 +53,7 @@ def reseed(held: Iterable[Any], *words: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
-    for number, generator in enumerate(held):
+    for number, generator in enumerate(held, 1):  # with the seed itself, one of torch would draw what the global does
         _set_state(generator, _fresh(generator, seed ^ number))
 
 
@@ -137,11 +137,8 @@ class Batches:
             ValueError: The loader has no batches, has another number of them than it says, or is an iterator and the
                 position is not where it begins.
         """
-        if self._is_iterator or not isinstance(self._loader, Iterable):
-            return self._once(position)
-        return self._epochs(position)
-
-    def _once(self, position: int) -> Iterator[PyTree]:
+        if not self._is_iterator and isinstance(self._loader, Iterable):
+            return self._epochs(position)
         if self._is_iterator and position > 0:
             raise ValueError(
                 f"{caller()}: the state has seen {position} batches, and an iterator cannot be brought to where "
@@ -190,7 +187,8 @@ class Batches:
         streams = Streams(held, np.random.SeedSequence([self._seed, number]))
         with streams:
             if getattr(self._loader, "_iterator", None) is not None:  # workers that persist
-                _draw_seed_of_workers(self._loader)
+                # What a DataLoader draws before the order of the batches, but not where its workers persist.
+                torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
             for owner in parts_of(self._loader):
                 if callable(set_epoch := getattr(owner, "set_epoch", None)):
                     set_epoch(number)
@@ -217,11 +215,6 @@ def reliable_len(loader: Any) -> int | None:
         return None
 
 
-def _draw_seed_of_workers(loader: Any) -> None:
-    """Draw what a `DataLoader` draws before the order of the batches, but not where its workers persist."""
-    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-
-
 def parts_of(loader: Any) -> list[object]:
     """Parts that may hold an epoch's number, or choose rows."""
     batch_sampler = getattr(loader, "batch_sampler", None)
@@ -236,30 +229,26 @@ _NAMES = (("num_replicas", "rank"), ("num_processes", "process_index"))
 
 def check_samplers(argument: str, loader: Any, step: Step) -> None:
     """Refuse a loader with a sampler that takes another shard of the data than the step does."""
-    for part in parts_of(loader):
-        for names in _NAMES:
-            found = tuple(getattr(part, name, None) for name in names)
-            if all(map(is_integer, found)):
-                _check(argument, type(part).__name__, dict(zip(names, found, strict=True)), step)
-
-
-def _check(argument: str, kind: str, found: dict[str, Any], step: Step) -> None:
-    said = f"the {kind} of {argument} has {', '.join(f'{name}={value}' for name, value in found.items())}"
     others = (
         "; or give fit the dataset itself, of which each process then reads its own rows: fit(step, state, dataset, "
         "batch_size=...)."
     )
-    if not step.options.local_batches and next(iter(found.values())) > 1:
-        raise ValueError(
-            f"{caller()}: {said}, so that each process would give other rows, but without local_batches each gives "
-            "whole batches, the same as the others. make_train_step(..., local_batches=True), and num_replicas, rank = "
-            f"data_shard(mesh); or use a sampler of the whole data{others}"
-        )
-    if step.options.local_batches and tuple(found.values()) != (shard := HostRows.of(step.layout).shard()):
-        raise ValueError(
-            f"{caller()}: {said}, but data_shard(mesh) is {shard}, as devices split the batch. Use num_replicas, "
-            f"rank = data_shard(mesh){others}"
-        )
+    for part, names in itertools.product(parts_of(loader), _NAMES):
+        found: Any = tuple(getattr(part, name, None) for name in names)
+        if not all(map(is_integer, found)):
+            continue
+        said = f"the {type(part).__name__} of {argument} has {names[0]}={found[0]}, {names[1]}={found[1]}"
+        if not step.options.local_batches and found[0] > 1:
+            raise ValueError(
+                f"{caller()}: {said}, so that each process would give other rows, but without local_batches each gives "
+                "whole batches, the same as the others. make_train_step(..., local_batches=True), and num_replicas, "
+                f"rank = data_shard(mesh); or use a sampler of the whole data{others}"
+            )
+        if step.options.local_batches and found != (shard := HostRows.of(step.layout).shard()):
+            raise ValueError(
+                f"{caller()}: {said}, but data_shard(mesh) is {shard}, as devices split the batch. Use num_replicas, "
+                f"rank = data_shard(mesh){others}"
+            )
 
 
 class Ahead:

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from torch_shard._common.caller import near_misses, public
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed
-from torch_shard._fit.callbacks import Callback, Callbacks, Run, check_callbacks
+from torch_shard._fit.callbacks import Callback, Callbacks, Run
 from torch_shard._fit.data import Ahead, Batches, check_samplers, reliable_len
 from torch_shard._fit.dataset import EvaluationRows, Rows, TrainingRows, as_rows, evaluation_rows
 from torch_shard._fit.loop import Evaluation, Loop, Settings
@@ -165,8 +165,14 @@ def fit(
     )
     check_count("log_every", log_every)
     check_count("prefetch", prefetch)
-    _check_kinds(step, state, checkpointer, log)
-    check_callbacks(callbacks)
+    check_kind("step", step, TrainStep, hint="make_train_step gives one.")
+    check_kind("state", state, TrainState | None, hint="step.init(seed=0) gives one.")
+    check_kind("checkpointer", checkpointer, Checkpointer | None, hint="Give Checkpointer(directory).")
+    if log is not None:
+        check_directory("log", log)
+    check_kind("callbacks", callbacks, list | tuple, hint="Give a list of ts.Callback.")
+    for each in callbacks:
+        check_kind("callbacks", each, Callback, hint="Derive it from ts.Callback.")
     check_kind("progress", progress, bool | Console)
     loader = as_rows("loader", loader, batch_size, shuffle=True)
     eval_loader = evaluation_rows(eval_loader, batch_size, loader)
@@ -241,14 +247,6 @@ def _check_start(step: TrainStep, start: int, steps: int) -> None:
         )
     if not step.model.training and any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in step.model.modules()):
         logger.warning("fit: the model is in eval mode, so nothing is dropped. To train it, call model.train() before.")
-
-
-def _check_kinds(step: object, state: object, checkpointer: object, log: object) -> None:
-    check_kind("step", step, TrainStep, hint="make_train_step gives one.")
-    check_kind("state", state, TrainState | None, hint="step.init(seed=0) gives one.")
-    check_kind("checkpointer", checkpointer, Checkpointer | None, hint="Give Checkpointer(directory).")
-    if log is not None:
-        check_directory("log", log)
 
 
 def _check_evaluation(eval_loader: object, eval_every: object, eval_step: object, metrics: object) -> None:

@@ -21,11 +21,6 @@ IGNORED = -100
 Batch = Mapping[str, torch.Tensor]
 
 
-def _padding(pad: Mapping[str, Any] | None) -> dict[str, Any]:
-    check_kind("pad", pad, Mapping | None, hint='By name, as in {"input_ids": tokenizer.pad_token_id}.')
-    return {"labels": IGNORED, **(pad or {})}
-
-
 class bucket:
     """Pad each batch of a loader to the first of some lengths that it fits, so that few shapes are compiled.
 
@@ -65,7 +60,9 @@ class bucket:
         for length in lengths:
             check_count("lengths", length)
         check_count("dim", dim)
-        self._loader, self._lengths, self._pad, self._dim = loader, sorted(lengths), _padding(pad), dim
+        check_kind("pad", pad, Mapping | None, hint='By name, as in {"input_ids": tokenizer.pad_token_id}.')
+        self._loader, self._lengths, self._dim = loader, sorted(lengths), dim
+        self._pad = {"labels": IGNORED, **(pad or {})}
         self.seen: dict[int, collections.Counter[int]] = {}
 
     def __len__(self) -> int:

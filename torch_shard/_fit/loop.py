@@ -17,7 +17,7 @@ from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_count, is_integer
 from torch_shard._fit.callbacks import Callbacks
 from torch_shard._fit.data import Ahead, Batches
-from torch_shard._fit.reports import Predictions, Reports, num_rows, scalars
+from torch_shard._fit.reports import Predictions, Reports, scalars
 from torch_shard._fit.schedule import Schedule
 from torch_shard._hosts import Gate, PeerError
 from torch_shard._inspect import find_nan, replay, save_bad_batch
@@ -131,7 +131,7 @@ class Evaluation:
             if number and self._step.draws_random:
                 state = dataclasses.replace(state, key=jax.random.fold_in(state.key, number))
             found.append(jax.device_get(scalars(self._step(state, placed))))
-            weights.append(num_rows(placed))
+            weights.append(placed.num_rows)
             if self._predictions:
                 self._predictions.add(state, placed)
             if found[-1].keys() != found[0].keys():
@@ -348,7 +348,10 @@ class Loop:
             self.gate.fail(error)
             return self._name_newest(error)
         try:
-            self._flush_if_possible()
+            try:
+                self.reports.flush(every=True)
+            except Exception:  # which may be what has failed: a disk that is full still has room elsewhere
+                self.reports.close()
             for _ in range(behind):  # the others had gone further when they heard of it
                 self._advance(self.begun or next(self.ahead))
             self._end()
@@ -358,13 +361,6 @@ class Loop:
         else:
             if self.checkpointer is not None:
                 error.add_note(f"fit: the state is saved in {self.checkpointer.directory}.")
-
-    def _flush_if_possible(self) -> None:
-        """Tell of the last batch, unless that is what has failed: a disk that is full still has room elsewhere."""
-        try:
-            self.reports.flush(every=True)
-        except Exception:
-            self.reports.close()
 
     def _name_newest(self, error: Exception) -> None:
         """Say where the run can be taken up again."""

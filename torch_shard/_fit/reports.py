@@ -44,18 +44,15 @@ class MetricsLog:
 
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._take_back(start)
-        self._lines = (self.directory / METRICS).open("a", encoding="utf-8")
-        # A name of its own: by default it is that of the second, and a file of the same second is written over.
-        suffix = f".{time.time_ns()}"
-        self._events = SummaryWriter(str(self.directory), purge_step=start + 1, filename_suffix=suffix)
-
-    def _take_back(self, start: int) -> None:
         path = self.directory / METRICS
         records = read_metrics(path) if path.exists() else []
         kept = [record for record in records if record["batch"] <= start]
         with replacing(path) as partial:
             partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        self._lines = path.open("a", encoding="utf-8")
+        # A name of its own: by default it is that of the second, and a file of the same second is written over.
+        suffix = f".{time.time_ns()}"
+        self._events = SummaryWriter(str(self.directory), purge_step=start + 1, filename_suffix=suffix)
 
     def write(self, kind: str, batch: int, numbers: Mapping[str, object]) -> None:
         """Add a record.
@@ -92,17 +89,12 @@ def scalars(metrics: Mapping[str, PyTree]) -> dict[str, PyTree]:
     return {name: value for name, value in metrics.items() if isinstance(value, jax.Array) and value.ndim == 0}
 
 
-def num_rows(placed: ShardedBatch) -> int:
-    """The rows of a batch: the leading dim of its first leaf that has one."""
-    return next((array.shape[0] for array in placed.arrays if array.ndim), 1)
-
-
 def _amount(placed: ShardedBatch) -> tuple[str, int]:
     """Size and unit of a batch: tokens, if its first leaf is integers of at least two dims, else samples."""
     first = next((array for array in placed.arrays if array.ndim), None)
     if first is not None and first.ndim > 1 and np.issubdtype(first.dtype, np.integer):
         return "tokens", first.size
-    return "samples", num_rows(placed)
+    return "samples", placed.num_rows
 
 
 class Bar:

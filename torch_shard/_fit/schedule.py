@@ -101,7 +101,7 @@ class Schedule:
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Step a scheduler that goes by a metric."""
-        if self.scheduler is None or self.by in ("step", "epoch"):
+        if self.scheduler is None or self._is_by_position:
             return
         if self.by not in metrics:
             raise ValueError(

@@ -165,7 +165,7 @@ def find_nan(step: TrainStep, state: TrainState, batch: PyTree) -> NanReport:
     check_kind("step", step, TrainStep, hint="make_train_step gives one.")
     check_kind("state", state, TrainState, hint="step.init(seed=0) gives one.")
     check_state(state)
-    state, placed = as_arrays(state), batch if isinstance(batch, ShardedBatch) else step.put(batch)
+    state, placed = as_arrays(state), step.put(batch)
     out = step.gradient_step(state, placed)
     found = replay(step, state, placed)
     found = dataclasses.replace(found, loss=float(array_of(out["loss"])))

@@ -7,6 +7,5 @@ from torch_shard._loss.capture import loss_program
 from torch_shard._loss.host_values import HostBuffers, HostValues, capture_with, own_copy
 from torch_shard._loss.joint import JointLoss, LossShape, LossSource
 from torch_shard._loss.microbatches import Microbatches
-from torch_shard._loss.program import LossOutputs, LossProgram
+from torch_shard._loss.program import LossOutputs, LossProgram, program_for
 from torch_shard._loss.result import CALLS, check_loss_fn, split_loss, update_objects
-from torch_shard._loss.serving import program_for

@@ -129,7 +129,11 @@ def check_activations(plan: ResolvedPlan, rows: Collection[str]) -> None:
 def _replaced(value: PyTree, part: str, change: Callable[[PyTree], PyTree]) -> PyTree:
     """A copy of a container with one part of it changed."""
     if isinstance(value, tuple | list):
-        return _replaced_item(value, part, change)
+        held: Any = value
+        items, names = list(held), getattr(held, "_fields", ())
+        at = names.index(part) if part in names else int(part)
+        items[at] = change(items[at])
+        return held._make(items) if names else type(held)(items)
     if isinstance(value, Mapping):  # also a ModelOutput of transformers
         found: Any = copy.copy(cast(Mapping[str, PyTree], value))
         found[part] = change(found[part])
@@ -137,10 +141,3 @@ def _replaced(value: PyTree, part: str, change: Callable[[PyTree], PyTree]) -> P
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.replace(value, **{part: change(getattr(value, part))})
     raise LookupError(part)
-
-
-def _replaced_item(held: Any, part: str, change: Callable[[PyTree], PyTree]) -> PyTree:
-    items, names = list(held), getattr(held, "_fields", ())
-    at = names.index(part) if part in names else int(part)
-    items[at] = change(items[at])
-    return held._make(items) if names else type(held)(items)

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 
 import torch
 
@@ -24,23 +24,8 @@ from torch_shard._sharding import LossFn, gradient_hooks, holdings, memory_span
 logger = logging.getLogger(__name__)
 
 
-class _Captures:
-    """The captures of a model, for as long as steps use them: one holds what the loss closes over."""
-
-    def __init__(self) -> None:
-        self._refs: dict[object, list[weakref.ref[CapturedLoss]]] = {}
-
-    def of(self, key: object) -> list[CapturedLoss]:
-        """Those under a key, the newest first."""
-        return [captured for ref in self._refs.get(key, ()) if (captured := ref()) is not None]
-
-    def keep(self, key: object, found: Sequence[CapturedLoss]) -> None:
-        """Put these under a key, and forget what no step uses."""
-        self._refs = {other: refs for other, refs in self._refs.items() if any(ref() is not None for ref in refs)}
-        self._refs[key] = [weakref.ref(captured) for captured in found]
-
-
-_CAPTURED = weakref.WeakKeyDictionary[torch.nn.Module, _Captures]()
+_CAPTURED = weakref.WeakKeyDictionary[torch.nn.Module, dict[object, list[weakref.ref[CapturedLoss]]]]()
+"""The captures of a model, for as long as steps use them: one holds what the loss closes over. The newest first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +69,7 @@ class _LossCapture:
     def look_again(self, captured: CapturedLoss, host: HostInputs) -> None:
         """Capture it once more, as a program of it is about to run again."""
         again = self.run(host)
-        if captured.is_same(again):
+        if captured.outline.is_same(again.outline):
             return
         refuse_change(*JointLoss(self.source, self.signature, host)(None), self._what(), captured.difference(again))
 
@@ -110,14 +95,16 @@ def loss_program(
     key = (*key, hooks, values.num > 1, sequence_dims)
     if plan is not None and (plan.activations or plan.context):
         key = (*key, plan.activations, plan.context, plan.mesh)  # the mesh says what fits
-    family = _CAPTURED.setdefault(model, _Captures())
-    known = [captured for captured in family.of(key) if not captured.outdated()]
+    refs = _CAPTURED.setdefault(model, {})
+    known = [captured for ref in refs.get(key, ()) if (captured := ref()) is not None and not captured.outdated()]
     host = values.of(microbatch)
     captured = next((captured for captured in known if not isinstance(captured.answers.run(host), Mismatch)), None)
     if captured is None:
         captured = _LossCapture(source, signature, sequence_dims).run(host)
         known = [captured, *known[: KEPT - 1]]
-    family.keep(key, known)
+    for unused in [other for other, found in refs.items() if not any(ref() for ref in found)]:
+        del refs[unused]
+    refs[key] = list(map(weakref.ref, known))
     return LossProgram.of(captured, rows)
 
 

@@ -53,10 +53,6 @@ class CapturedLoss:
         """The graph without its numbers."""
         return outline_of_loss(self.program.graph, self.rolled.calls if self.rolled else {}, self.others)
 
-    def is_same(self, other: "CapturedLoss") -> bool:
-        """Tell whether another capture computes the same."""
-        return self.outline.is_same(other.outline)
-
     def difference(self, other: "CapturedLoss") -> str | None:
         """The name of a value that was another one when another capture read it."""
         return self._reads.difference(other._reads) or self._attributes.difference(other._attributes)

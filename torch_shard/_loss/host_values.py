@@ -8,8 +8,7 @@ import jax
 import numpy as np
 import torch
 
-from torch_shard._capture import HostInputs, Mismatch
-from torch_shard._common.caller import caller
+from torch_shard._capture import HostInputs
 from torch_shard._common.convert import to_host
 from torch_shard._common.types import PyTree
 from torch_shard._device import to_cpu
@@ -48,7 +47,7 @@ class HostValues:
     def _parts(self) -> list[list[torch.Tensor]]:
         """The leaves of each microbatch."""
         pairs = zip(self._leaves, self._signature.specs, strict=True)
-        return self._split([_on_host(leaf).to(spec.dtype) for leaf, spec in pairs])
+        return self._split([to_cpu(leaf).detach().to(spec.dtype) for leaf, spec in pairs])
 
     def of(self, number: int = 0) -> HostInputs:
         """What a microbatch has."""
@@ -110,19 +109,6 @@ def _why_missing(leaves: Sequence[Any], local: bool) -> str | None:
     if any(isinstance(leaf, jax.ShapeDtypeStruct) or getattr(leaf, "is_meta", False) for leaf in leaves):
         return "of which only shapes were given. Give a batch with values."
     return None
-
-
-def _on_host(leaf: Any) -> torch.Tensor:
-    tensor = to_cpu(leaf)
-    return tensor.detach() if isinstance(leaf, torch.Tensor) else tensor
-
-
-def refuse_microbatches(found: Mismatch, number: int) -> NotImplementedError:
-    """The error of microbatches that need different programs."""
-    return NotImplementedError(
-        f"{caller()}: {found} in microbatch {number} of the same batch, and one program runs all of them. Use "
-        "accumulate_steps=1, pad to one size, or pass the value as data."
-    )
 
 
 def capture_with(host: HostInputs, capture: Callable[[], T]) -> T:

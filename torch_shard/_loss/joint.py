@@ -115,8 +115,7 @@ class JointLoss:
                 else:
                     stack.enter_context(float16_refused())
                 stack.enter_context(holding(self._source.model, self._tensors(given, regions)))
-                run = self._training if self._source.train else self._evaluation
-                found = run(given, batch, regions.check if regions else None)
+                found = self._run(given, batch, regions.check if regions else None)
                 if regions:
                     regions.check_used()
                 return found
@@ -142,38 +141,26 @@ class JointLoss:
                 found[name] = tensor
         return found
 
-    def _training(
+    def _run(
         self, given: dict[GraphInput, torch.Tensor], batch: Sequence[torch.Tensor], check: Check
     ) -> tuple[Sequence[torch.Tensor], LossShape]:
-        leaves = {name: t for name, t in given.items() if isinstance(name, Bundle) or name in self._held.trainable}
-        for name, hooks in self._hooks.items():
+        trains, held = self._source.train, self._held
+        leaves = {n: t for n, t in given.items() if trains and (isinstance(n, Bundle) or n in held.trainable)}
+        for name, hooks in self._hooks.items() if trains else ():
             for hook in hooks:
                 leaves[name].register_hook(hook)
-        loss, metrics, tree, calls = self._forward(batch, check)
-        grads, without = self._gradients(loss, leaves)
-        buffers = self._buffers()
-        outputs = [loss.detach(), *grads, *(b.detach() for b in buffers), *metrics]
-        return outputs, LossShape(list(given), list(leaves), list(self._held.buffers), tree, calls, without)
-
-    def _evaluation(
-        self, given: dict[GraphInput, torch.Tensor], batch: Sequence[torch.Tensor], check: Check
-    ) -> tuple[Sequence[torch.Tensor], LossShape]:
-        loss, metrics, tree, calls = self._forward(batch, check)
-        shape = LossShape(list(given), [], list(self._held.buffers), tree, calls, ())
-        return [loss, *self._buffers(), *metrics], shape
-
-    def _forward(
-        self, batch: Sequence[torch.Tensor], check: Check
-    ) -> tuple[torch.Tensor, list[torch.Tensor], object, list[MetricCall]]:
         with self._source.precision.active("jax"), (objects := MetricCalls()).noted():
             out = self._source.loss_fn(self._source.model, self._signature.rebuild(batch))
         if check:  # now that the user's code has run
             check()
         if self._activations:
-            self._activations.check(all_met=self._source.train)
-        loss, metrics = split_loss(out)
-        leaves, tree = flatten({**metrics, **for_objects(objects.tensors)})
-        return loss, list(map(as_metric, leaves)), tree, objects.calls
+            self._activations.check(all_met=trains)
+        loss, named = split_loss(out)
+        found, tree = flatten({**named, **for_objects(objects.tensors)})
+        metrics = list(map(as_metric, found))
+        grads, without = self._gradients(loss, leaves) if trains else ([], ())
+        outputs = [loss.detach(), *grads, *(buffer.detach() for buffer in self._buffers()), *metrics]
+        return outputs, LossShape(list(given), list(leaves), list(held.buffers), tree, objects.calls, without)
 
     def _buffers(self) -> list[torch.Tensor]:
         """The buffers as forward left them."""

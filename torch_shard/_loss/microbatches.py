@@ -34,7 +34,6 @@ class Microbatches:
 
     def __init__(self, num: int, layout: BatchLayout) -> None:
         self.num, self._layout = num, layout
-        self._last: PipelinedLoss | None = None
 
     def check(self, leaves: Sequence[torch.Tensor | ArrayLike], paths: Sequence[str]) -> None:
         """Refuse a batch that cannot be split into microbatches."""
@@ -77,23 +76,26 @@ class Microbatches:
 
     def signature(self, batch: BatchSignature) -> BatchSignature:
         """Signature of one microbatch of a batch."""
-        leaves = tuple(self._of_one(leaf) if isinstance(leaf, Spec) and leaf.shape else leaf for leaf in batch.leaves)
-        return dataclasses.replace(batch, leaves=leaves)
+        leaves = (
+            dataclasses.replace(leaf, shape=(leaf.shape[0] // self.num, *leaf.shape[1:]))
+            if isinstance(leaf, Spec) and leaf.shape
+            else leaf
+            for leaf in batch.leaves
+        )
+        return dataclasses.replace(batch, leaves=tuple(leaves))
 
-    def _of_one(self, leaf: Spec) -> Spec:
-        return dataclasses.replace(leaf, shape=(leaf.shape[0] // self.num, *leaf.shape[1:]))
-
-    def run(self, program: LossProgram, plan: ResolvedPlan) -> Callable[..., LossOutputs]:
+    def run(self, program: LossProgram, plan: ResolvedPlan) -> tuple[Callable[..., LossOutputs], list[str]]:
         """`program.run` for a whole batch: the mean of the microbatches' losses and of their gradients.
 
         Sums of gradients are taken in float32 at least, each where the plan has its parameter.
         Buffers, and parameters that forward writes, go from one microbatch to the next. Metrics: the mean of a
-        floating-point scalar; all else with a leading dim of microbatches.
+        floating-point scalar; all else with a leading dim of microbatches. With it lines that say how it goes through
+        the stages of a plan, if that has some.
         """
         if plan.stages is not None:
             return self._through_stages(program, plan)
         if self.num == 1:
-            return program.run
+            return program.run, []
 
         def constrain(sums: Stacks) -> Stacks:
             placed = (plan.of_group(group, sums.layout) for group in sums.layout.groups)
@@ -125,7 +127,7 @@ class Microbatches:
             )
             return self._means(out, trained)
 
-        return run
+        return run, []
 
     def _taken_apart(self, batch: Sequence[jax.Array], num_given: int) -> list[jax.Array | None]:
         """Each leaf as `(n, ...)`, None for scalars; the last `num_given` are so already."""
@@ -136,21 +138,9 @@ class Microbatches:
         own = [self._split(x, layout) if x.ndim else None for x, layout in zip(rows, layouts, strict=True)]
         return [*own, *given]
 
-    def report(self, program: LossProgram, plan: ResolvedPlan) -> list[str]:
-        """Say how a program goes through the stages of a plan, if it has some."""
-        if plan.stages is None:
-            return []
-        return self._pipelined(program, plan).report
-
-    def _pipelined(self, program: LossProgram, plan: ResolvedPlan) -> PipelinedLoss:
-        """Taken apart once: a program that says more is the same."""
-        if self._last is None or not self._last.is_of(program):
-            self._last = PipelinedLoss(program, plan, self.num, self._layout.data_axes)
-        return self._last
-
-    def _through_stages(self, program: LossProgram, plan: ResolvedPlan) -> Callable[..., LossOutputs]:
+    def _through_stages(self, program: LossProgram, plan: ResolvedPlan) -> tuple[Callable[..., LossOutputs], list[str]]:
         """The same, for layers over the stages of a pipeline."""
-        loss = self._pipelined(program, plan)
+        loss = PipelinedLoss(program, plan, self.num, self._layout.data_axes)
 
         def run(
             key: jax.Array, tensors: Stacks, batch: Sequence[jax.Array], closure: Sequence[jax.Array]
@@ -161,7 +151,7 @@ class Microbatches:
             out = loss.run(key[None] if self.num == 1 else keys, tensors, parts, closure)
             return self._means(out, tensors.part(tensors.layout.restricted(program.grads)))
 
-        return run
+        return run, loss.report
 
     def _means(self, out: LossOutputs, trained: Stacks) -> LossOutputs:
         """The outputs of a batch, of the losses and metrics of its microbatches and the sums of their gradients."""
@@ -176,7 +166,8 @@ class Microbatches:
     def _metric(self, stacked: jax.Array) -> jax.Array:
         if self.num == 1:
             return stacked[0]
-        return _mean(stacked) if _is_float_scalar(stacked) else stacked
+        is_float_scalar = stacked.ndim == 1 and jnp.issubdtype(stacked.dtype, jnp.floating)
+        return _mean(stacked) if is_float_scalar else stacked
 
     def on_host(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """The microbatches of the leaves of a batch that lie on the CPU."""
@@ -198,7 +189,3 @@ class Microbatches:
 
 def _mean(stacked: jax.Array) -> jax.Array:
     return stacked.mean(0, dtype=dtype_of_sums(stacked.dtype)).astype(stacked.dtype)
-
-
-def _is_float_scalar(stacked: jax.Array) -> bool:
-    return stacked.ndim == 1 and jnp.issubdtype(stacked.dtype, jnp.floating)

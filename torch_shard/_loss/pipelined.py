@@ -9,8 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.caller import caller
 from torch_shard._common.types import PyTree
-from torch_shard._loss.inputs import LossInputs, forms_of
-from torch_shard._loss.program import LossOutputs, LossProgram
+from torch_shard._loss.program import LossInputs, LossOutputs, LossProgram, forms_of
 from torch_shard._scan import (
     GraphInput,
     NoPipeline,
@@ -52,10 +51,6 @@ class PipelinedLoss:
         pairs = zip(shape.grads, outputs[1:], strict=False)
         names = ((operands, names_of(g)) for g, o in pairs if len(operands := operands_of([o])) == len(names_of(g)))
         self._names = {v: name for operands, named in names for v, name in zip(operands, named, strict=True)}
-
-    def is_of(self, program: LossProgram) -> bool:
-        """Tell whether it is the one of a program, which may report more by now."""
-        return self._program.rolled is program.rolled
 
     @property
     def report(self) -> list[str]:
@@ -157,27 +152,25 @@ def _filled(values: jax.Array, more: int) -> jax.Array:
     return jnp.concatenate([values, *[values[-1:]] * more])
 
 
-class _Inputs:
+class _Inputs(LossInputs):
     """The inputs of a loss for all microbatches."""
 
     def __init__(
         self, named: list[GraphInput], tensors: Stacks, others: list[jax.Array], differ: Sequence[bool]
     ) -> None:
-        self._named, self._tensors, self._others, self._differ = named, tensors, others, differ
-        self._same = LossInputs(named, tensors, others)
+        super().__init__(named, tensors, others)
+        self._pairs = list(zip(others, differ, strict=True))
 
     @property
     def num_rows(self) -> int:
         """Of a microbatch; 0 if there are none."""
-        pairs = zip(self._others, self._differ, strict=True)
-        return next((x.shape[1] for x, differs in pairs if differs and x.ndim > 1), 0)
+        return next((x.shape[1] for x, differs in self._pairs if differs and x.ndim > 1), 0)
 
     def at(self, index: jax.Array) -> LossInputs:
         """Those of one of them."""
-        pairs = zip(self._others, self._differ, strict=True)
-        return self._same.of([take(x, index) if differs else x for x, differs in pairs])
+        return self.of([take(x, index) if differs else x for x, differs in self._pairs])
 
     def stack(self, number: int) -> jax.Array | None:
         """Of all of them; None for what is the same for each."""
         at = number - len(self._named)
-        return self._others[at] if at >= 0 and self._differ[at] else None
+        return self._others[at] if at >= 0 and self._pairs[at][1] else None

@@ -1,8 +1,11 @@
 """A module with a torch loss as one captured program: loss, metrics, gradients and new buffers of named tensors."""
 
+import copy
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -10,13 +13,13 @@ import jax.numpy as jnp
 import torch
 
 from torch_shard._capture import HostPart, MetricCall, Mismatch
+from torch_shard._common.caller import caller
 from torch_shard._common.fx import outputs_of
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
 from torch_shard._loss.captured import CapturedLoss
 from torch_shard._loss.carried import Answers
 from torch_shard._loss.host_values import HostValues
-from torch_shard._loss.inputs import LossInputs, forms_of, in_program
 from torch_shard._loss.joint import LossShape
 from torch_shard._lowering import (
     ConstrainedValues,
@@ -30,7 +33,62 @@ from torch_shard._lowering import (
     report_experts,
     report_own,
 )
-from torch_shard._scan import GraphInput, RolledLoss, StackRows, array_of, names_of, report
+from torch_shard._scan import Bundle, GraphInput, RolledLoss, StackRow, StackRows, array_of, names_of, report
+from torch_shard._sharding import Kept, Stacks
+
+logger = logging.getLogger(__name__)
+
+
+def in_program(tensors: Mapping[str, jax.Array], name: str) -> jax.Array:
+    """An entry as a program takes it: in pieces, if it is kept so."""
+    return tensors.in_program(name) if isinstance(tensors, Stacks) else tensors[name]
+
+
+def forms_of(tensors: Mapping[str, jax.Array]) -> dict[str, Kept]:
+    """Those of entries whose gradients a program gives in pieces."""
+    forms = tensors.forms if isinstance(tensors, Stacks) else {}
+    return {name: form for name, form in forms.items() if form.cut is not None}
+
+
+class LossInputs:
+    """The inputs of a loss program by number: named tensors and bundles of them, then the batch and the closure."""
+
+    def __init__(self, named: list[GraphInput], tensors: Mapping[str, jax.Array], others: list[jax.Array]) -> None:
+        self._named, self._tensors, self._others = named, tensors, others
+        self._stacks: dict[int, jax.Array] = {}
+
+    def _name(self, at: tuple[int, ...]) -> str | None:
+        number, *member = at
+        given = self._named[number] if number < len(self._named) else None
+        return given.names[member[0]] if isinstance(given, Bundle) else given
+
+    def __getitem__(self, at: tuple[int, ...]) -> jax.Array:
+        name = self._name(at)
+        if name is None:
+            return self._others[at[0] - len(self._named)]
+        return in_program(self._tensors, name)
+
+    def of(self, others: list[jax.Array]) -> "LossInputs":
+        """The same with another batch and closure."""
+        other = copy.copy(self)
+        other._others = others
+        return other
+
+    def all(self) -> list[jax.Array]:
+        return [self[number,] for number in range(len(self._named) + len(self._others))]
+
+    def row(self, at: tuple[int, ...]) -> StackRow | None:
+        """The stack of which an input is a row, if it is one."""
+        name = self._name(at)
+        if name is None or not isinstance(self._tensors, Stacks):
+            return None
+        found = self._tensors.row(name)
+        if found is None or (form := self._tensors.layout.forms.get(name)) is None:
+            return None if found is None else StackRow(*found)
+        stack, row = found
+        if id(stack) not in self._stacks:
+            self._stacks[id(stack)] = form.in_program(stack, is_stack=True)
+        return StackRow(self._stacks[id(stack)], row)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +170,6 @@ class LossProgram:
         answers.take(other.answers, theirs, self.captured.reads_beside(other.captured))
         return program
 
-    def replaces(self, other: "LossProgram") -> bool:
-        """Tell whether it is for all that another one is for."""
-        return self.captured is other.captured
-
     def with_remat(self, remat: str) -> "LossProgram":
         """The same program, with another choice of what is computed again in the backward pass."""
         return dataclasses.replace(self, rolled=None if self.rolled is None else self.rolled.with_remat(remat))
@@ -180,11 +234,6 @@ class LossProgram:
         inputs = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
         kept = [n for n, out in zip(shape.buffers, outputs, strict=False) if out is inputs[self.inputs.index(n)]]
         return tuple(name for name in self.asked if name in kept and name not in self.written)
-
-    @property
-    def train(self) -> bool:
-        """Whether it has gradients."""
-        return bool(self.program.graph.aux.grads)
 
     @property
     def without_grad(self) -> tuple[str, ...]:
@@ -261,3 +310,54 @@ class LossProgram:
                 members = cast(list[Any], grad) if isinstance(grad, list) else [None] * len(given.names)
                 found |= zip(given.names, members, strict=True)
         return {n: jnp.zeros_like(in_program(tensors, n)) if grad is None else grad for n, grad in found.items()}
+
+
+MANY = 16
+"""So many answers of one program that a warning tells of them."""
+
+
+def program_for(
+    programs: Iterable[LossProgram], values: HostValues, capture: Callable[[int], LossProgram]
+) -> LossProgram:
+    """The program for these values: one of those there are, one that is more general than one of them, or a new one."""
+    capture = functools.cache(capture)
+    for program in programs:
+        found = _serving(program, values, capture)
+        if not isinstance(found, Mismatch):
+            return found
+    found = _serving(capture(0), values, capture)
+    if isinstance(found, Mismatch):
+        raise NotImplementedError(
+            f"{caller()}: {found} in microbatch {found.microbatch} of the same batch, and one program runs all of "
+            "them. Use accumulate_steps=1, pad to one size, or pass the value as data."
+        )
+    return found
+
+
+def _serving(program: LossProgram, values: HostValues, capture: Callable[[int], LossProgram]) -> LossProgram | Mismatch:
+    """A program that serves these values and what this one serves; or what needs another one."""
+    seen = set[int]()
+    while isinstance(found := program.fit(values), Mismatch):
+        if found.microbatch in seen:  # a buffer, or the batch, that is being written to
+            raise NotImplementedError(f"{caller()}: {found}, while it was captured. Ask for what nobody writes to.")
+        seen.add(found.microbatch)
+        start = time.perf_counter()
+        if (wider := program.carrying(capture(found.microbatch))) is None:
+            return found
+        if wider is program:
+            _tell(found, program.answers.num, time.perf_counter() - start)
+        program = wider
+    return program
+
+
+def _tell(found: Mismatch, number: int, seconds: float) -> None:
+    """Say once that a program is traced again and again."""
+    logger.log(
+        logging.WARNING if number == MANY else logging.DEBUG,
+        "%s: %s. This is value %d: the loss is captured again for each (%.1f s), and nothing is compiled; a value that "
+        "comes back costs nothing. Where it never does, work on it as a tensor, or pass it as data, in the batch.",
+        caller(),
+        found,
+        number,
+        seconds,
+    )

@@ -25,7 +25,6 @@ from torch_shard._scan import Siblings, stack_layout
 from torch_shard._sharding import (
     Holdings,
     Kept,
-    Layout,
     ResolvedPlan,
     Stacks,
     as_dicts,
@@ -144,40 +143,23 @@ class StateLayout:
         self._tensors = {n: struct_of(t) for n, t in held.all.items()}
         self.trained = self.params if trained is None else self.params.restricted(trained)
         _refuse_moments(self._moments, self.trained.forms)
-        replicated: Any = NamedSharding(plan.mesh, PartitionSpec())  # a state of shardings is a state to JAX
-        self._opt_state = self._opt_structs(replicated)
-        self.shardings = TrainState(
-            step=replicated,
-            **{kind: self._tensor_shardings(getattr(self, kind), plan) for kind in KINDS},
-            opt_state=jax.tree.map(lambda struct: struct.sharding, self._opt_state),
-            key=replicated,
-            num_batches=replicated,
+        replicated = NamedSharding(plan.mesh, PartitionSpec())
+        number: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)  # a state of structs is a state to JAX
+        words: Any = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+        entries = {n: struct.update(sharding=plan.entries[n].sharding) for n, struct in self._tensors.items()}
+        self.structs = TrainState(
+            step=number,
+            **{kind: Stacks.from_dict(entries, getattr(self, kind)) for kind in KINDS},
+            opt_state=self._opt_structs(replicated),
+            key=words.update(sharding=replicated),
+            num_batches=number,
             unsaved=unsaved_buffers(model),
             wide=tuple(name for name, tensor in held.all.items() if tensor.dtype is torch.int64),
         )
-        self.updated = self._tensor_shardings(self.trained, self._moments)
-        self._structure: object = jax.tree.structure(self.shardings)
-        self.structs = self._structs()
-
-    def _structs(self) -> TrainState:
-        def stored(layout: Layout) -> Stacks:
-            entries = {n: self._tensors[n].update(sharding=self._plan.entries[n].sharding) for n in layout.names}
-            return Stacks.from_dict(entries, layout)
-
-        def scalar(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=self.shardings.step)
-
-        return dataclasses.replace(
-            self.shardings,
-            step=scalar(jax.ShapeDtypeStruct((), jnp.int32)),
-            **{kind: stored(getattr(self, kind)) for kind in KINDS},
-            opt_state=self._opt_state,
-            key=scalar(jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))),
-            num_batches=scalar(jax.ShapeDtypeStruct((), jnp.int32)),
-        )
-
-    def _tensor_shardings(self, layout: Layout, plan: ResolvedPlan) -> Stacks:
-        return Stacks(layout, (plan.of_group(group, layout) for group in layout.groups))
+        self.shardings = jax.tree.map(lambda struct: struct.sharding, self.structs)
+        self._structure: object = jax.tree.structure(self.structs)
+        stored = (self._moments.of_group(group, self.trained) for group in self.trained.groups)
+        self.updated = Stacks(self.trained, stored)
 
     def _opt_structs(self, replicated: NamedSharding) -> PyTree:
         """Stored shapes; what the optimiser keeps under a parameter's name, in its shape, lies like it.
@@ -283,7 +265,10 @@ class StateLayout:
         for kind, values in new.items():
             changed[kind] = self.place(kind, values, taken=taken)
         if jax.tree.structure(state.opt_state) != jax.tree.structure(self.shardings.opt_state):
-            changed["opt_state"] = self._store_opt_state(state.opt_state)
+            stored = stack_dicts(as_dicts(state.opt_state), self.trained, jnp.stack)
+            self.check_opt_state(stored)
+            narrow = narrow_like(stored, self.structs.opt_state)
+            changed["opt_state"] = jax.device_put(narrow, self.shardings.opt_state)
         else:
             changed["opt_state"] = self._in_memory(state.opt_state)
         return dataclasses.replace(state, **changed)
@@ -297,17 +282,13 @@ class StateLayout:
 
         return jax.tree.map(moved, opt_state, self.shardings.opt_state)
 
-    def _store_opt_state(self, opt_state: PyTree) -> PyTree:
-        stored = stack_dicts(as_dicts(opt_state), self.trained, jnp.stack)
-        self.check_opt_state(stored)
-        return jax.device_put(narrow_like(stored, self._opt_state), self.shardings.opt_state)
-
     def check_opt_state(self, opt_state: PyTree) -> None:
         """Refuse what the optimiser did not make for these parameters by name."""
-        found, wanted = (cast(object, jax.tree.structure(tree)) for tree in (opt_state, self._opt_state))
-        pairs = zip(jax.tree.leaves(opt_state), jax.tree.leaves(self._opt_state), strict=False)
+        own = self.structs.opt_state
+        found, wanted = (cast(object, jax.tree.structure(tree)) for tree in (opt_state, own))
+        pairs = zip(jax.tree.leaves(opt_state), jax.tree.leaves(own), strict=False)
         if found != wanted or any(jnp.shape(a) != s.shape or (is_narrow(a) and not is_narrow(s)) for a, s in pairs):
-            averages = (isinstance(state, AverageState) for state in (opt_state, self._opt_state))
+            averages = (isinstance(state, AverageState) for state in (opt_state, own))
             raise ValueError(
                 f"{caller()}: opt_state does not fit the optimiser and the parameters. "
                 f"{differs_by('ema', *averages)}Make it from the parameters "

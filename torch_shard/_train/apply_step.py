@@ -11,7 +11,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 import torch
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.caller import caller, error_prefix
 from torch_shard._common.convert import flatten
@@ -122,14 +122,13 @@ class ApplyStep(Step):
         return outputs
 
     def _body(self, task: Task) -> tuple[Body, dict[str, Any]]:
-        is_split = any(not sharding.is_fully_replicated for sharding in task.shardings)
         axis = self.plan.context.axis if self.plan.context else None
 
         def apply(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> tuple[jax.Array, PyTree]:
             out = task.run(state, batch, closure)
-            sizes = {array.shape[0] for array in batch if array.ndim} if is_split else set[int]()
-            pairs = zip(batch, task.shardings, strict=True)
-            lengths = {x.shape[1] for x, s in pairs if axis and axis in axes_of(_spec(s)[1:2])}
+            pairs = list(zip(batch, task.shardings, strict=True))
+            sizes = {x.shape[0] for x, s in pairs if not s.is_fully_replicated}
+            lengths = {x.shape[1] for x, s in pairs if axis and axis in axes_of(getattr(s, "spec", ())[1:2])}
 
             def placed(array: jax.Array) -> jax.Array:
                 if not array.ndim or array.shape[0] not in sizes:
@@ -141,7 +140,3 @@ class ApplyStep(Step):
             return out.loss, jax.tree.map(placed, out.metrics["outputs"])
 
         return apply, {}
-
-
-def _spec(sharding: Sharding) -> PartitionSpec:
-    return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()

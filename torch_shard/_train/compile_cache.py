@@ -8,13 +8,13 @@ import os
 import tempfile
 import threading
 from collections.abc import Generator, Mapping
-from pathlib import Path
 
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh
 
 from torch_shard._common.caller import caller
+from torch_shard._common.validate import check_path
 
 _LOCK = threading.RLock()
 
@@ -30,10 +30,7 @@ class CompileCache:
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, mesh: Mesh) -> None:
-        _check_path(directory)
-        if directory is not None and not os.fspath(directory):
-            raise ValueError(f"{caller()}: compile_cache is empty. Name a directory, or leave compile_cache out.")
-        self.directory = None if directory is None else Path(directory).absolute()
+        self.directory = None if directory is None else check_path("compile_cache", directory).absolute()
         self._is_off = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         if self.directory is None:
             return
@@ -41,7 +38,7 @@ class CompileCache:
             self.directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.directory):
                 pass
-        except (OSError, ValueError) as error:  # a NUL is no value
+        except OSError as error:
             raise ValueError(
                 f"{caller()}: compile_cache={str(directory)!r} must be a directory that can be written to: {error}. "
                 "Name another, or leave compile_cache out."
@@ -75,11 +72,6 @@ class CompileCache:
             # XLA's caches for GPUs would put the directory's path into the key: moved or mounted elsewhere, no hits.
             "jax_persistent_cache_enable_xla_caches": "none",
         }
-
-
-def _check_path(directory: object) -> None:
-    if directory is not None and not isinstance(directory, str | os.PathLike):
-        raise TypeError(f"{caller()}: compile_cache must be a path or None, got {type(directory).__name__}.")
 
 
 def _configure(settings: Mapping[str, object]) -> None:

@@ -49,7 +49,7 @@ from torch_shard._sharding import (
 )
 from torch_shard._state import TrainState, as_arrays, check_names, refuse_traced, with_key
 from torch_shard._train.compile_cache import CompileCache
-from torch_shard._train.facts import FirstRows, agree_on_program, facts_of_call, facts_of_step
+from torch_shard._train.facts import agree_on_program, facts_of_call, facts_of_step
 from torch_shard._train.model_tensors import ModelTensors
 from torch_shard._train.options import StepOptions
 from torch_shard._train.placing import Placer, ShardedBatch
@@ -113,7 +113,6 @@ class CompiledStep:
         self._hold(self._held)
         self._programs = ProgramCache(self.caller)
         self._placer = Placer(self.layout, self._microbatches, must_divide=self.train, local=options.local_batches)
-        self._first_rows = FirstRows(options.mesh)
         self.num_compiles = 0
         """Number of programs that were compiled so far."""
 
@@ -201,22 +200,18 @@ class CompiledStep:
 
         Args:
             batch: A pytree of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`; with
-                `local_batches=True` the rows of this process's devices.
+                `local_batches=True` the rows of this process's devices. What is there already stays as it is.
 
         Raises:
             ValueError: It does not divide over the mesh, or the processes do not give one batch together.
         """
-        placed = self._put(batch)
+        if isinstance(batch, ShardedBatch):
+            return batch
+        placed = self._placer.put(batch)
         # The user may write to it until the step runs. A program that is yet to come may read it back from the mesh.
         is_asked = not self.programs or any(program.loss.reads_batch for program in self.programs)
         leaves = map(own_copy, placed.leaves) if is_asked else placed.arrays
         return dataclasses.replace(placed, leaves=tuple(leaves))
-
-    def _put(self, batch: PyTree, *, only_shapes: bool = False) -> ShardedBatch:
-        placed = self._placer.put(batch, only_shapes=only_shapes)
-        if not only_shapes:
-            self._first_rows.note(placed)
-        return placed
 
     def _run(self, batch: PyTree, state: TrainState) -> tuple[StepProgram, PyTree]:
         """Run the program for a batch on a state that is only read, and give it with its results."""
@@ -239,12 +234,12 @@ class CompiledStep:
         if not only_shapes:
             self._tensors.check_values(state)
         check_current_mesh()
-        placed = batch if isinstance(batch, ShardedBatch) else self._put(batch, only_shapes=only_shapes)
+        placed = batch if isinstance(batch, ShardedBatch) else self._placer.put(batch, only_shapes=only_shapes)
         arrays = placed.arrays
         if any(isinstance(array, Tracer) for array in arrays):  # which do not say how they are split
             if self.train:
                 refuse_traced("batch", arrays)
-            arrays = self._put(batch, only_shapes=True).arrays
+            arrays = self._placer.put(batch, only_shapes=True).arrays
         key, values = self._asked(placed, state, skip_grad_norm)
         program, given = self._programs.find(
             key,
@@ -313,18 +308,34 @@ class CompiledStep:
     def _compile(
         self, loss: LossProgram, *, key: ProgramKey, arrays: list[jax.Array], of: tuple[TrainState, HostValues]
     ) -> StepProgram:
-        """A program of a loss for arrays like these; where there is a budget of bytes, for a state like this."""
+        """A program of a loss for arrays like these.
+
+        Where there is a budget of bytes per device: for a state like this, the one of those that fit into it that
+        computes the least again.
+        """
         self._check_reach(loss)
-        budget = self.layers.remat
-        if isinstance(budget, int):
-            program = self._within(budget, loss, key=key, arrays=arrays, of=of)
-        else:
-            program = self._jitted(loss, key, arrays)
         self.num_compiles += 1
-        return program
+        budget, found = self.layers.remat, dict[str, int | TooLarge]()
+        if not isinstance(budget, int):
+            return self._jitted(loss, key, arrays)
+        for choice in self.layers.choices if loss.rolled else self.layers.choices[:1]:
+            program = self._jitted(loss.with_remat(choice), key, arrays)
+            given = program.fit(of[1])
+            assert not isinstance(given, Mismatch)
+            with self._cache.active():
+                size = found[choice] = program.num_bytes(self._normal(with_key(of[0])), [*arrays, *given])
+            if isinstance(size, int) and size <= budget:
+                program.report.append(f"remat={choice!r} takes {size} of {budget} bytes per device.")
+                logger.info("%s: %s", self.caller, program.report[-1])
+                return program
+        raise ValueError(
+            f"{self.caller}: no choice of remat fits into {budget} bytes per device: "
+            + ", ".join(f"{choice!r} takes {size}" for choice, size in found.items())
+            + ". Use smaller batches (accumulate_steps=), split more parameters, or raise the budget."
+        )
 
     def _jitted(self, loss: LossProgram, key: ProgramKey, arrays: list[jax.Array]) -> StepProgram:
-        over_batch = self._microbatches.run(loss, self.plan)
+        over_batch, lines = self._microbatches.run(loss, self.plan)
 
         def run(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> LossOutputs:
             check_names(state, self._held.all)
@@ -342,56 +353,24 @@ class CompiledStep:
             agree=self._agree,
             key=key,
         )
-        program.report += self._microbatches.report(loss, self.plan)
+        program.report += lines
         return program
 
-    def _agree(
-        self,
-        key: ProgramKey,
-        state: TrainState,
-        *,
-        closure: Sequence[torch.Tensor],
-        lower: Callable[[], jax.stages.Lowered],
-    ) -> None:
+    def _agree(self, program: StepProgram, state: TrainState, arrays: Sequence[PyTree]) -> None:
         """See that a program to be compiled is that of all processes, and take it from the file where there is one."""
         if is_shared(self.mesh):
-            agree_on_program(key, self.plan, self._first_rows, state, closure=closure, lowered=lower())
+            key, lowered = program.key, program.lower(state, arrays)
+            content = self._placer.content.get(key.signature, {})
+            agree_on_program(key, self.plan, content, state, closure=program.tensors, lowered=lowered)
         if self._saved is not None:
-            self._saved.check(facts_of_call(key))
-            self._saved.take(lower(), self.mesh)
-
-    def _within(
-        self,
-        budget: int,
-        loss: LossProgram,
-        *,
-        key: ProgramKey,
-        arrays: list[jax.Array],
-        of: tuple[TrainState, HostValues],
-    ) -> StepProgram:
-        """The program that computes the least again of those that fit into a budget of bytes per device."""
-        found: dict[str, int | TooLarge] = {}
-        for choice in self.layers.choices if loss.rolled else self.layers.choices[:1]:
-            program = self._jitted(loss.with_remat(choice), key, arrays)
-            given = program.fit(of[1])
-            assert not isinstance(given, Mismatch)
-            with self._cache.active():
-                size = found[choice] = program.num_bytes(self._normal(with_key(of[0])), [*arrays, *given])
-            if isinstance(size, int) and size <= budget:
-                program.report.append(f"remat={choice!r} takes {size} of {budget} bytes per device.")
-                logger.info("%s: %s", self.caller, program.report[-1])
-                return program
-        raise ValueError(
-            f"{self.caller}: no choice of remat fits into {budget} bytes per device: "
-            + ", ".join(f"{choice!r} takes {size}" for choice, size in found.items())
-            + ". Use smaller batches (accumulate_steps=), split more parameters, or raise the budget."
-        )
+            self._saved.check(facts_of_call(program.key))
+            self._saved.take(program.lower(state, arrays), self.mesh)
 
     def _check_reach(self, loss: LossProgram) -> None:
         """Refuse parameters that only some batches reach: torch then keeps a count of steps for each, optax has one."""
         for earlier in self.programs:
             differing = set(earlier.loss.without_grad) ^ set(loss.without_grad)
-            if differing and self.train:
+            if differing:
                 raise NotImplementedError(
                     f"{self.caller}: the loss reaches {', '.join(sorted(differing))} for some batches and not for "
                     "others. torch skips a parameter without a gradient, moments and step count included, and an optax "

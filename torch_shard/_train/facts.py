@@ -19,17 +19,14 @@ import numpy as np
 import torch
 from jax.sharding import Mesh
 
-from torch_shard._capture import Spec
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import host_array
-from torch_shard._common.types import LastUsed, PyTree
+from torch_shard._common.types import PyTree
 from torch_shard._device import JaxTensor
 from torch_shard._hosts import ProcessMismatchError, compare, digest, exchange, is_shared
-from torch_shard._loss import BatchSignature
 from torch_shard._sharding import Holdings, ResolvedPlan, describe_mesh, describe_spec
 from torch_shard._state import TrainState
 from torch_shard._train.options import StepOptions
-from torch_shard._train.placing import ShardedBatch
 from torch_shard._train.program_cache import ProgramKey
 
 SMALL = 1 << 20
@@ -46,7 +43,9 @@ def agree_on_values(held: Holdings, plan: ResolvedPlan, *, seed: int, opt_state:
     """Compare what a run begins with: initial values, plan, mesh, optimiser, versions."""
     if not is_shared(plan.mesh):
         return
-    facts = {**_setting(plan), **_shapes(held.all), "seed": seed, **_structs(opt_state), **_values(held.all)}
+    moments = str(jax.tree.map(lambda struct: (struct.shape, str(struct.dtype)), opt_state))
+    facts = {"seed": seed, "the optimiser's state": digest(moments.encode())}
+    facts = {**_setting(plan), **_shapes(held.all), **facts, **_values(held.all)}
     compare(
         "init", facts, advice=lambda name: _ADVICE.get(name, _OF_VALUES if name.partition("[")[0] in held.all else "")
     )
@@ -109,11 +108,6 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
     )
 
 
-def _structs(opt_state: PyTree) -> dict[str, object]:
-    text = str(jax.tree.map(lambda struct: (struct.shape, str(struct.dtype)), opt_state))
-    return {"the optimiser's state": digest(text.encode())}
-
-
 def _values(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     """A digest of each entry; of one that lies on devices, of each part that this process has."""
     pieces: dict[str, Any] = {}
@@ -123,15 +117,11 @@ def _values(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
         else:
             pieces[name] = tensor
     with concurrent.futures.ThreadPoolExecutor() as pool:  # hashing large data lets other threads run
-        return dict(zip(pieces, pool.map(_digest_of, pieces.values()), strict=True))
+        return dict(zip(pieces, pool.map(digest_of, pieces.values()), strict=True))
 
 
 def _specs(plan: ResolvedPlan) -> dict[str, object]:
     return {f"the spec of {name}": describe_spec(plan[name].spec) for name in plan.entries}
-
-
-def _describe(spec: Spec) -> str:
-    return f"{spec.shape} {str(spec.dtype).removeprefix('torch.')}"
 
 
 def _where(index: tuple[slice, ...]) -> str:
@@ -139,31 +129,10 @@ def _where(index: tuple[slice, ...]) -> str:
     return "" if whole else "[" + ", ".join(f"{p.start or 0}:{'' if p.stop is None else p.stop}" for p in index) + "]"
 
 
-def _digest_of(value: Any) -> bytes:
+def digest_of(value: Any) -> bytes:
     """Of a tensor or array of this process, its bytes and its kind."""
     array = np.ascontiguousarray(host_array(value.detach() if isinstance(value, torch.Tensor) else value, rounds=True))
     return digest(digest(array.reshape(-1).view(np.uint8).data) + f"{array.shape} {array.dtype}".encode())
-
-
-class FirstRows:
-    """Digests of the first batch of each signature, which all processes must give alike."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._is_shared = is_shared(mesh)
-        self._found = LastUsed[BatchSignature, dict[str, bytes]]()
-
-    def note(self, batch: ShardedBatch) -> None:
-        """Look at a batch, if it is the first one."""
-        signature = batch.signature
-        if not self._is_shared or batch.local or self._found.use(signature) is not None:
-            return
-        leaves = zip(signature.paths, batch.leaves, strict=True)
-        on_host = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, jax.Array | JaxTensor)]
-        self._found.keep(signature, {f"the content of {path}": _digest_of(leaf) for path, leaf in on_host})
-
-    def of(self, signature: BatchSignature) -> dict[str, bytes]:
-        """The digests, by name."""
-        return self._found.get(signature, {})
 
 
 def facts_of_call(key: ProgramKey) -> dict[str, object]:
@@ -172,7 +141,7 @@ def facts_of_call(key: ProgramKey) -> dict[str, object]:
     shapes = zip(signature.paths, signature.specs, strict=True)
     return {
         "the structure of the batch": digest(repr((str(signature.tree), len(signature.leaves))).encode()),
-        **{f"the shape of {path}": _describe(spec) for path, spec in shapes},
+        **{f"the shape of {path}": f"{s.shape} {str(s.dtype).removeprefix('torch.')}" for path, s in shapes},
         "skip_grad_norm": key.skip_grad_norm,
         "train() or eval() of the modules": digest(repr(key.flags).encode()),
     }
@@ -181,7 +150,7 @@ def facts_of_call(key: ProgramKey) -> dict[str, object]:
 def agree_on_program(
     key: ProgramKey,
     plan: ResolvedPlan,
-    first_rows: FirstRows,
+    content: Mapping[str, bytes],
     state: TrainState,
     *,
     closure: Sequence[torch.Tensor],
@@ -192,8 +161,8 @@ def agree_on_program(
         **facts_of_call(key),
         **_setting(plan),
         **_specs(plan),
-        **first_rows.of(key.signature),
-        **{f"tensor {n} that loss_fn closes over": _digest_of(tensor) for n, tensor in enumerate(closure)},
+        **content,
+        **{f"tensor {n} that loss_fn closes over": digest_of(tensor) for n, tensor in enumerate(closure)},
         **_small_parts(state),
     }
     subject = f"the compilation of {caller()}"
@@ -226,7 +195,7 @@ def _small_parts(state: TrainState) -> dict[str, bytes]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         array = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
         if array.is_fully_replicated and array.nbytes <= SMALL:
-            found[f"state{jax.tree_util.keystr(path)}"] = _digest_of(np.asarray(array.addressable_data(0)))
+            found[f"state{jax.tree_util.keystr(path)}"] = digest_of(np.asarray(array.addressable_data(0)))
     return found
 
 

@@ -17,8 +17,8 @@ from torch_shard._common.caller import near_misses, public
 from torch_shard._scan import Remat, ScanLayers
 from torch_shard._sharding import LossFn, ShardingPlan
 from torch_shard._train.apply_step import ApplyFn, ApplyStep
-from torch_shard._train.eval_step import EvalStep
 from torch_shard._train.options import Offload, StepOptions
+from torch_shard._train.step import EvalStep
 from torch_shard._train.train_step import TrainStep
 
 

@@ -1,4 +1,11 @@
-"""The tensors of a model that a step was made for: they stay those that its state has the values of."""
+"""The tensors of a model that a step was made for: they stay those that its state has the values of.
+
+A state has values of its own, and a program has copies of what the loss closes over. Who writes to the tensors that
+these were taken from (by torch, `.data` or NumPy) means to change the run, as it would in torch.
+"""
+
+# PyTorch annotates storages in part.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
 import functools
 import logging
@@ -6,11 +13,13 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import numpy as np
 import torch
 
+from torch_shard._common.convert import to_host
 from torch_shard._sharding import Holdings, entry_places, holdings
 from torch_shard._state import TrainState
-from torch_shard._train.written import Contents, is_in_state
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +29,57 @@ _WRITTEN = (
     "Write it within forward or loss_fn, or before step.init; or go on with a new step of step.export(state), changed "
     "as you want it."
 )
+
+
+_WORDS = 256
+"""Words of 8 bytes that are compared: of a tensor with fewer of them all, of a larger one so many, spread over it."""
+
+
+class Contents:
+    """The values that a tensor has when this is made.
+
+    PyTorch counts what its own operators write, but not what is written through `.data` or by NumPy. So a sample of
+    the memory of the tensor is compared as well.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._version = _version_of(tensor)
+        self._words, self._pointer = _words_of(tensor)
+        self._sample = self._words.tobytes()
+
+    def hold(self) -> bool:
+        """Tell whether the tensor has them still."""
+        if self._version != _version_of(self.tensor):
+            return False
+        return not self._pointer or (self._pointer == self.tensor.data_ptr() and self._words.tobytes() == self._sample)
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _words_of(tensor: torch.Tensor) -> tuple[np.ndarray[Any, Any], int]:
+    """A view of words of the memory of a tensor, and where that is; of another device there are none."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
+        return np.zeros(0, np.uint8), 0
+    start = tensor.storage_offset() * tensor.element_size()
+    steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    length = (1 + sum(steps)) * tensor.element_size()
+    memory = (
+        torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage()).numpy()[start : start + length]
+    )
+    if length < 8 * _WORDS:
+        return memory, tensor.data_ptr()
+    words = memory[: length // 8 * 8].view(np.uint64)
+    return words[:: words.size // _WORDS], tensor.data_ptr()
+
+
+def is_in_state(tensor: torch.Tensor, array: jax.Array) -> bool:
+    """Tell whether a tensor of the model has the values of a state: they were loaded from what it gave."""
+    if not array.is_fully_addressable or tensor.device.type != "cpu" or array.is_deleted():
+        return False
+    return torch.equal(tensor.detach(), to_host(array).to(tensor.dtype))
 
 
 class ModelTensors:

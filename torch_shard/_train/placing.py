@@ -2,22 +2,28 @@
 
 import dataclasses
 import functools
+import hashlib
 import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 from jax.sharding import PartitionSpec
 
 from torch_shard._capture import Spec
 from torch_shard._common.caller import caller
+from torch_shard._common.convert import struct_of
 from torch_shard._common.dtypes import has_x64
 from torch_shard._common.types import LastUsed, PyTree
 from torch_shard._common.validate import named
-from torch_shard._device import BatchLayout, GatheredLayout, LayoutByPath, LocalLayout
+from torch_shard._device import BatchLayout, GatheredLayout, HostRows, JaxTensor, LocalLayout
+from torch_shard._hosts import PeerError, exchange, is_shared
 from torch_shard._loss import BatchSignature, Microbatches, array_paths, flatten_batch
-from torch_shard._train.same_batches import compare_given
+from torch_shard._train.comparison import array_of
+from torch_shard._train.facts import digest_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +38,8 @@ class ShardedBatch:
     """Whether each process gave the rows of its own devices alone."""
     leaves: tuple[PyTree, ...] = ()
     """What the arrays are made of, as it was given."""
+    num_rows: int = 1
+    """The leading dim of the first leaf that has one, and is not split in a way of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +50,8 @@ class HostBatch:
     local: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class _BatchPlacement:
-    """How batches of one signature come onto the mesh, and the signature that the whole has there."""
-
-    layout: BatchLayout | LayoutByPath | LocalLayout
-    signature: BatchSignature
+_Placement = tuple[Sequence[BatchLayout | LocalLayout], BatchSignature, int]
+"""How each leaf of batches of one signature comes onto the mesh; of the whole there its signature, and its rows."""
 
 
 class Placer:
@@ -55,7 +59,9 @@ class Placer:
 
     def __init__(self, layout: BatchLayout, microbatches: Microbatches, *, must_divide: bool, local: bool) -> None:
         self._layout, self._microbatches, self._must_divide, self._local = layout, microbatches, must_divide, local
-        self._placements = LastUsed[tuple[bool, BatchSignature], _BatchPlacement]()
+        self._placements = LastUsed[tuple[bool, BatchSignature], _Placement]()
+        self._is_shared, self.content = is_shared(layout.mesh), LastUsed[BatchSignature, dict[str, bytes]]()
+        """Digests of the first batch of each signature, which all processes must give alike."""
         self._num_local = 0
         if local:
             self._own.rows.shard()
@@ -70,42 +76,42 @@ class Placer:
         leaves, signature = flatten_batch(given.batch)
         if self._must_divide:  # as in training
             _refuse_grad(given.batch, leaves)
-        way = self._placement_of(given, leaves, signature, only_shapes)
-        if only_shapes:
-            structs: Any = way.layout.structs(leaves)
-            return ShardedBatch(structs, way.signature, given.local, tuple(leaves))
+        layouts, whole, num_rows = self._placement_of(given, leaves, signature, only_shapes)
+
+        def placed(layout: BatchLayout | LocalLayout, leaf: PyTree) -> Any:
+            (found,) = layout.structs([leaf]) if only_shapes else layout.put([leaf])
+            return found
+
         try:
-            return ShardedBatch(way.layout.put(leaves), way.signature, given.local, tuple(leaves))
+            arrays = list(map(placed, layouts, leaves))
         except (TypeError, OverflowError, NotImplementedError):
-            for leaf, path in zip(leaves, array_paths(given.batch), strict=True):
+            for layout, leaf, path in zip(layouts, leaves, array_paths(given.batch), strict=True):
                 with named(path):
-                    way.layout.put([leaf])
+                    placed(layout, leaf)
             raise
+        if self._is_shared and not (given.local or only_shapes) and self.content.use(whole) is None:
+            pairs = zip(whole.paths, leaves, strict=True)
+            on_host = [(path, leaf) for path, leaf in pairs if not isinstance(leaf, jax.Array | JaxTensor)]
+            self.content.keep(whole, {f"the content of {path}": digest_of(leaf) for path, leaf in on_host})
+        return ShardedBatch(arrays, whole, given.local, tuple(leaves), num_rows)
 
     def _placement_of(
         self, given: HostBatch, leaves: list[PyTree], signature: BatchSignature, only_shapes: bool
-    ) -> _BatchPlacement:
+    ) -> _Placement:
         local = given.local and self._own.rows.num_processes > 1
         key = local, signature
-        if local and self._is_compared(key, only_shapes):
+        found = self._placements.use(key)
+        self._num_local += local and not only_shapes
+        # Processes compare each batch of a new signature, and of others the 2nd, 4th, 8th, ...: that takes no time.
+        if local and (found is None or self._num_local.bit_count() == 1):
             compare_given(self._own.rows, dict(zip(array_paths(given.batch), leaves, strict=True)))
-        way = self._placements.use(key)
-        if way is None:
+        if found is None:
             paths = array_paths(given.batch)
             whole = self._whole(signature, paths) if local else signature
-            way = _BatchPlacement(self._choose(whole, paths, local), whole)
-            self._placements.keep(key, way)
+            found = self._choose(whole, paths, local), whole, self._num_rows(whole, paths)
+            self._placements.keep(key, found)
             _say_rounded(paths, signature)
-        return way
-
-    def _is_compared(self, key: tuple[bool, BatchSignature], only_shapes: bool) -> bool:
-        """Tell whether processes compare this batch: each of a new signature, and of others the 2nd, 4th, 8th, ...
-
-        The time that it takes is then none in the long run.
-        """
-        if not only_shapes:
-            self._num_local += 1
-        return key not in self._placements or self._num_local.bit_count() == 1
+        return found
 
     def _whole(self, own: BatchSignature, paths: list[str]) -> BatchSignature:
         """Signature of the whole of a batch of which this process has a part."""
@@ -120,12 +126,18 @@ class Placer:
         whole = (replace(x, shape=self._own.whole(x.shape)) if isinstance(x, Spec) else x for x in own.leaves)
         return replace(own, leaves=tuple(whole))
 
-    def _choose(self, whole: BatchSignature, paths: list[str], local: bool) -> BatchLayout | LayoutByPath | LocalLayout:
+    def _num_rows(self, whole: BatchSignature, paths: list[str]) -> int:
+        with_dims = [pair for pair in zip(whole.specs, self._layout.at(paths), strict=True) if pair[0].shape]
+        by_rows = [pair for pair in with_dims if pair[1] is self._layout]
+        return next((spec.shape[0] for spec, _ in by_rows or with_dims), 1)
+
+    def _choose(self, whole: BatchSignature, paths: list[str], local: bool) -> Sequence[BatchLayout | LocalLayout]:
         """Where the leaves of such a batch go, at these paths in it."""
         specs = list[PyTree](whole.specs)
         if not self._must_divide and self._layout.faults(specs, paths):
             logger.info("%s: a batch that does not divide over the mesh is evaluated whole on each device", caller())
-            return GatheredLayout(self._layout) if local else BatchLayout(self._layout.mesh, PartitionSpec())
+            everywhere = GatheredLayout(self._layout) if local else BatchLayout(self._layout.mesh, PartitionSpec())
+            return [everywhere] * len(paths)
         try:
             self._layout.check(specs, paths)
             self._microbatches.check(specs, paths)
@@ -133,11 +145,7 @@ class Placer:
             if local:
                 error.add_note("Shapes are of the whole batch, of which each process gives the rows of its devices.")
             raise
-        if local:
-            return self._own
-        if self._layout.apart or self._layout.context is not None:
-            return LayoutByPath(self._layout.of_leaves([spec.shape for spec in whole.specs], paths))
-        return self._layout
+        return [self._own] * len(paths) if local else self._layout.of_leaves([s.shape for s in whole.specs], paths)
 
 
 def _say_rounded(paths: list[str], signature: BatchSignature) -> None:
@@ -161,3 +169,88 @@ def _refuse_grad(batch: PyTree, leaves: list[PyTree]) -> None:
             "gradient to these. Compute it within the loss, of parameters of the model; or under torch.no_grad() where "
             "they are not to be trained."
         )
+
+
+# ---- batches that several processes give together ----
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    shape: tuple[int, ...]
+    kind: str
+    values: str
+    """A scalar's own, a hash of others; empty where there are none."""
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.kind}"
+
+
+def compare_given(rows: HostRows, leaves: Mapping[str, PyTree]) -> None:
+    """Compare what this process gives with what the others give; every process must call this."""
+    mine = {path: _describe(leaf) for path, leaf in leaves.items()}
+    parts = {path: dataclasses.astuple(leaf) for path, leaf in mine.items()}
+    try:
+        everything = exchange(lambda: parts, "the rows of a batch, which all compare where its shape is new")
+    except PeerError as error:
+        listed = ", ".join(f"{path} {leaf}" for path, leaf in mine.items())
+        error.add_note(f"Here the batch is {listed}. In each step all processes must give as many rows.")
+        raise
+    found = [{path: _Leaf(*leaf) for path, leaf in each.items()} for each in everything]
+    everyone = range(len(found))
+    sharing: dict[tuple[int, ...], list[int]] = {}
+    for process in everyone:
+        sharing.setdefault(rows.blocks.get(process, ()), []).append(process)
+    if faults := _differences(found, everyone, str):
+        raise ValueError(
+            f"{caller()}: each process gives the rows of its own devices, and must give as many as the others, in the "
+            "same leaves.\n\n" + "\n".join(faults) + "\n\nLet all have batches of one size: DataLoader(drop_last="
+            "True), a DistributedSampler by data_shard(mesh), rows padded to one length."
+        )
+    if faults := _differences(found, everyone, lambda leaf: "" if leaf.shape else leaf.values):
+        raise ValueError(
+            f"{caller()}: a number in a batch is of the whole batch, and so the same in each process.\n\n"
+            + "\n".join(faults)
+            + "\n\nGive a number for each row: what loss_fn makes of rows (batch['mask'].sum()) is of the whole batch."
+        )
+    if faults := [fault for group in sharing.values() for fault in _differences(found, group, lambda x: x.values)]:
+        raise ValueError(
+            f"{caller()}: processes whose devices hold the same rows must give the same ones.\n\n"
+            + "\n".join(faults)
+            + f"\n\nMesh {rows.where} splits the batch into {len(sharing)} shards for {len(found)} processes: use "
+            "DistributedSampler(dataset, num_replicas=count, rank=index) with count, index = data_shard(mesh), and one "
+            "seed everywhere."
+        )
+    has_rows = any(leaf.shape and leaf.values for leaf in found[0].values())
+    if len(sharing) > 1 and has_rows and all(each == found[0] for each in found):
+        logger.warning(
+            "%s: every process gave the same rows, so that the whole batch has them %d times. If each reads all of the "
+            "data, split it by data_shard(mesh), or leave local_batches out.",
+            caller(),
+            len(sharing),
+        )
+
+
+def _describe(leaf: PyTree) -> _Leaf:
+    struct = struct_of(leaf)
+    return _Leaf(tuple(struct.shape), str(struct.dtype), _values(leaf))
+
+
+def _values(leaf: PyTree) -> str:
+    if isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, torch.Tensor) and leaf.device.type == "meta"):
+        return ""
+    array: np.ndarray = array_of(leaf)
+    return hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest() if array.ndim else str(array)
+
+
+def _differences(
+    found: Sequence[Mapping[str, _Leaf]], processes: Sequence[int], part: Callable[[_Leaf], str]
+) -> list[str]:
+    """A line for each leaf of which a part is not the same in all of these processes."""
+    lines: list[str] = []
+    for path in dict.fromkeys(path for process in processes for path in found[process]):
+        parts = [part(found[p][path]) if path in found[p] else "nothing" for p in processes]
+        other = next((n for n, each in enumerate(parts) if each != parts[0]), None)
+        if other is not None:
+            shown = [each if len(each) < 32 else "other values" for each in (parts[0], parts[other])]
+            lines.append(f"  {path}: {shown[0]} in process {processes[0]}, {shown[1]} in process {processes[other]}.")
+    return lines

@@ -86,17 +86,18 @@ class Causes:
 
     def note(self, cause: str | Mismatch, num_calls: int) -> None:
         """Note why a program is needed anew."""
-        found = self._found.setdefault(cause if isinstance(cause, str) else cause.place, [])
+        is_value = isinstance(cause, Mismatch)
+        found = self._found.setdefault(cause.place if is_value else cause, [])
         if num_calls > PAID_OFF:
             found.clear()
-        known = {} if isinstance(cause, str) else {cause.before: None}
-        found += [value for value in known if not found]
-        found.append("" if isinstance(cause, str) else cause.now)
-        number = len(found) - len(known)
-        if number not in (WARNED, REFUSED) and number < REFUSED:
+        if is_value and not found:
+            found.append(cause.before)
+        found.append(cause.now if is_value else "")
+        number = len(found) - is_value
+        if number != WARNED and number < REFUSED:
             return
-        values = f" (so far {', '.join(found)})" if known else ""
-        remedy = _OF_ATTRIBUTES if isinstance(cause, str) else _OF_VALUES
+        values = f" (so far {', '.join(found)})" if is_value else ""
+        remedy = _OF_VALUES if is_value else _OF_ATTRIBUTES
         if number >= REFUSED:
             raise NotImplementedError(f"{self._who}: {cause}{values}, which would be program {number + 1}. {remedy}")
         logger.warning(
@@ -184,7 +185,8 @@ class ProgramCache:
         last = next(reversed(self._families), key)
         if why := why or (key.difference(last) if last != key else None):
             logger.info("%s compiles again: %s", self._who, why)
-        family = [known for known in self._families.get(key, []) if not program.loss.replaces(known.loss)]
+        captured = program.loss.captured
+        family = [known for known in self._families.get(key, []) if known.loss.captured is not captured]
         self._families.keep(key, [*family[1 - KEPT :], program])
         if self._has_warned or not (found := key.varying(self._families)):
             return program

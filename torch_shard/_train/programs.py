@@ -5,10 +5,8 @@
 
 import collections
 import dataclasses
-import functools
 import logging
 import operator
-import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -24,6 +22,7 @@ from torch_shard._common.caller import caller
 from torch_shard._common.convert import struct_of
 from torch_shard._common.types import PyTree
 from torch_shard._cost import (
+    Cost,
     ProgramMemory,
     TooLarge,
     compile_or_refuse,
@@ -37,12 +36,9 @@ from torch_shard._loss import HostValues, LossProgram
 from torch_shard._lowering import Looks
 from torch_shard._state import TrainState
 from torch_shard._train.compile_cache import CompileCache
-from torch_shard._train.written import Contents
+from torch_shard._train.model_tensors import Contents
 
 logger = logging.getLogger(__name__)
-
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-_COLLECTIVE = re.compile(rf"= .*? ({'|'.join(COLLECTIVES)})(?:-start)?\(")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +64,8 @@ class StepProgram:
         report: Lines that say which layers are loops, and of the others why not, and which attention has no kernel.
         num_calls: How often it ran.
         looks: When a second look at the loss is due.
-        agree: Checks what it is for, before it is compiled.
         key: What it is for.
+        tensors: Those whose values it is given beside state and batch.
     """
 
     def __init__(
@@ -81,19 +77,19 @@ class StepProgram:
         cache: CompileCache,
         *,
         inputs: tuple[torch.Tensor, ...],
-        agree: Callable[..., None],
+        agree: Callable[["StepProgram", TrainState, Sequence[PyTree]], None],
         key: Any,
     ) -> None:
-        self.loss, self._sharding, self.agree, self.key = loss, sharding, agree, key
+        self.loss, self._sharding, self._agree, self.key = loss, sharding, agree, key
         self._jitted = jit(compiler_options=options)
         self._nested = jit()  # JAX takes options of what is compiled by itself alone
-        self._tensors = (*loss.closure, *inputs)
+        self.tensors = (*loss.closure, *inputs)
         self._cold: CompileCache | None = cache  # until the first call, which compiles
         self._structs: tuple[TrainState, PyTree] | None = None
         self.report, self.num_calls, self.looks = [*loss.report], 0, Looks()
         self._given: tuple[list[torch.Tensor], list[jax.Array]] | None = None
         self._is_shared = is_shared(cast(Mesh, sharding.mesh))
-        self._placed: list[tuple[Contents, jax.Array] | None] = [None] * len(self._tensors)
+        self._placed: list[tuple[Contents, jax.Array] | None] = [None] * len(self.tensors)
 
     @property
     def loops(self) -> tuple[ProgramLoop, ...]:
@@ -108,12 +104,16 @@ class StepProgram:
         Raises:
             ValueError: The program has not run yet.
         """
-        return dict(collections.Counter(_COLLECTIVE.findall(self.compiled.as_text() or "")))
+        return dict(collections.Counter(cost.collective.kind for cost in self._costs if cost.collective is not None))
 
     @property
     def num_flops(self) -> float:
         """Floating-point operations of the products of one run, on one device; of a loop, of all its iterations."""
-        return sum(cost.flops for cost in costs_of(self.compiled.as_text() or ""))
+        return sum(cost.flops for cost in self._costs)
+
+    @property
+    def _costs(self) -> list[Cost]:
+        return costs_of(self.compiled.as_text() or "")
 
     @property
     def memory(self) -> ProgramMemory:
@@ -145,7 +145,7 @@ class StepProgram:
         return jax.export.export(jax.jit(run), platforms=platforms)(leaves)
 
     def _closure_structs(self) -> list[jax.ShapeDtypeStruct]:
-        return [struct_of(tensor).update(sharding=self._sharding) for tensor in self._tensors]
+        return [struct_of(tensor).update(sharding=self._sharding) for tensor in self.tensors]
 
     def num_bytes(self, state: TrainState, arrays: Sequence[jax.Array]) -> int | TooLarge:
         """Memory of one device while the program runs, or why it cannot."""
@@ -161,11 +161,8 @@ class StepProgram:
             self._given = found, [put(tensor, self._sharding) for tensor in found]
         return self._given[1]
 
-    def _closure(self) -> list[jax.Array]:
-        """Current values of the closed-over tensors on the mesh; moved again only when they were written to."""
-        return [self._value(position, tensor) for position, tensor in enumerate(self._tensors)]
-
     def _value(self, position: int, tensor: torch.Tensor) -> jax.Array:
+        """The current value of a tensor on the mesh; moved again only when it was written to."""
         placed = self._placed[position]
         if placed is None or not placed[0].hold():
             contents = Contents(tensor)
@@ -178,7 +175,7 @@ class StepProgram:
 
     def __call__(self, state: TrainState, arrays: Sequence[PyTree]) -> PyTree:
         self.num_calls += 1
-        closure = self._closure() if self._tensors else []
+        closure = list(map(self._value, range(len(self.tensors)), self.tensors))
         if any(isinstance(array, Tracer) for array in (*arrays, state.step)):  # these compile what is around it
             return self._nested(state, arrays, closure)
         if self._cold is None:
@@ -187,7 +184,7 @@ class StepProgram:
             return self._jitted(state, arrays, closure)
         structs, start = jax.tree.map(_struct, (state, arrays)), time.perf_counter()  # before they are donated
         with self._cold.active(), partitioner_refusals(cast(Mesh, self._sharding.mesh)):
-            self.agree(self.key, state, closure=self._tensors, lower=functools.partial(self.lower, state, arrays))
+            self._agree(self, state, arrays)
             if self._is_shared:
                 begin_run()
             out = self._jitted(state, arrays, closure)

@@ -31,9 +31,8 @@ from torch_shard._train.comparison import (
     precision_of,
     told_apart,
 )
-from torch_shard._train.gradient_step import GradientStep
 from torch_shard._train.placing import ShardedBatch
-from torch_shard._train.replay import Replay
+from torch_shard._train.replay import GradientStep, Replay
 from torch_shard._train.training import Training
 
 _ROUNDED = 1e-4  # of the largest: an optimiser such as Adam makes a whole step of a gradient that is only rounding
@@ -41,7 +40,7 @@ _ROUNDED = 1e-4  # of the largest: an optimiser such as Adam makes a whole step 
 
 def prove(step: Training, state: TrainState, batch: PyTree, skip_grad_norm: float | None) -> Comparison:
     """Compare one step with eager torch; see `TrainStep.prove`."""
-    placed, gradients = batch if isinstance(batch, ShardedBatch) else step.put(batch), step.gradient_step
+    placed, gradients = step.put(batch), step.gradient_step
     rows, dtype = _rows(gradients, state, placed), precision_of(step.model, step.options.compute_dtype)
     tolerance = ROUNDING.get(dtype, 1e-4)
     if dtype == torch.float32:

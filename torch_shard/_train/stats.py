@@ -13,9 +13,8 @@ import torch
 from torch_shard._common.caller import error_prefix
 from torch_shard._common.printed import MARGIN, Picture, aligned, save_svg, width_of
 from torch_shard._state import TrainState
-from torch_shard._train.gradient_step import GradientStep
 from torch_shard._train.placing import ShardedBatch
-from torch_shard._train.replay import ModuleCalls, Replay, numbers_in
+from torch_shard._train.replay import GradientStep, ModuleCalls, Replay, numbers_in
 
 
 @dataclasses.dataclass(frozen=True)

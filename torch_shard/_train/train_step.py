@@ -11,10 +11,9 @@ from torch_shard._common.caller import error_prefix, near_misses
 from torch_shard._common.types import PyTree
 from torch_shard._state import TrainState, as_arrays, check_names, check_skip_grad_norm, check_state
 from torch_shard._train.comparison import Comparison
-from torch_shard._train.eval_step import EvalStep
-from torch_shard._train.placing import ShardedBatch
 from torch_shard._train.prove import prove
 from torch_shard._train.stats import StepStats, stats_of
+from torch_shard._train.step import EvalStep
 from torch_shard._train.training import Training
 
 
@@ -129,9 +128,7 @@ class TrainStep(Training):
         """
         check_state(state)
         check_names(state, self._held.all)
-        return stats_of(
-            self.gradient_step, as_arrays(state), batch if isinstance(batch, ShardedBatch) else self.put(batch)
-        )
+        return stats_of(self.gradient_step, as_arrays(state), self.put(batch))
 
     def evaluation(self) -> EvalStep:
         """The step that evaluates the same loss in eval mode, with the options of this one."""

@@ -41,11 +41,10 @@ from torch_shard._state import (
 )
 from torch_shard._train.compiled_step import Body, Task
 from torch_shard._train.facts import agree_on_values
-from torch_shard._train.gradient_step import GradientStep
 from torch_shard._train.options import StepOptions
+from torch_shard._train.replay import GradientStep
 from torch_shard._train.step import Step
-from torch_shard._train.update import Update
-from torch_shard._train.watch import norms_of, watched_modules
+from torch_shard._train.update import Update, norms_of, watched_modules
 
 logger = logging.getLogger(__name__)
 
@@ -105,9 +104,7 @@ class Training(Step):
         label = self.options.label
         if not label:
             return state, {}
-        if type(state.opt_state) is not dict or not all(
-            isinstance(key, str) for key in cast(dict[object, PyTree], state.opt_state)
-        ):
+        if type(state.opt_state) is not dict:
             raise ValueError(
                 f"{self.caller}: the state is of a step that trains the whole model, and this one trains {label}. Take "
                 "one that step.init of a step with trainable= gave."
@@ -165,9 +162,7 @@ class Training(Step):
         taken = set[int]() if donate else None
         kinds = zip(KINDS, self._held.kinds, strict=True)
         placed = {kind: self._layout.place(kind, held, release=release, taken=taken) for kind, held in kinds}
-        if (found := self._update.present(self._held.trainable)) is None:
-            return self.start(placed, seed=seed)
-        own = self._layout.normal(self._layout.start(placed, found, seed))
+        own = self._layout.normal(self._layout.start(placed, self._first(placed["params"]), seed))
         return dataclasses.replace(own, opt_state=self._labeled(own.opt_state))
 
     @error_prefix(None)
@@ -217,9 +212,8 @@ class Training(Step):
         check_skip_grad_norm(skip_grad_norm)
         check_state(state)
         check_apart(self.caller, state)
-        self._update.read(self.mesh)
         own, others = self._own(state)
-        self._update.refuse_loaded(own.opt_state, self._held)
+        self._update.read(own.opt_state, self._held, self.mesh)
         program, arrays = self._prepare(batch, state, skip_grad_norm)
         new, metrics = program(self._layout.normal(own), arrays)  # in the layout that a first capture may have changed
         new = dataclasses.replace(new, opt_state=self._labeled(new.opt_state, others))
@@ -282,7 +276,9 @@ class Training(Step):
                 inputs=closure,
                 loss=out.loss,
                 without_grad=task.loss.without_grad,
-                transfers=self._transfers(norm, (held, state.opt_state), check),
+                transfers=HostTransfers(norm, (held, state.opt_state), check and check.skipped)
+                if "optimizer" in self.options.offloaded
+                else None,
             )
         new = dataclasses.replace(
             state,
@@ -295,12 +291,6 @@ class Training(Step):
         )
         watched = norms_of(self._watched, grads, lambda name: updated[name] - held[name])
         return new, check, {"grad_norm": norm, **watched}
-
-    def _transfers(self, norm: jax.Array, replaced: PyTree, check: StepCheck | None) -> HostTransfers | None:
-        """Those of moments that lie in the host's memory; they wait for the gradients."""
-        if "optimizer" not in self.options.offloaded:
-            return None
-        return HostTransfers(norm, replaced, None if check is None else check.skipped)
 
     def update_by_name(
         self,
@@ -368,7 +358,8 @@ class Training(Step):
         """
         check_state(state)
         ema = self._update.average(self._own(state)[0].opt_state)
-        return dataclasses.replace(state, params=Stacks.merged(*_without(state.params, ema), ema))
+        others = {name: value for name, value in state.params.items() if name not in ema}
+        return dataclasses.replace(state, params=Stacks.merged(others, ema))
 
     @near_misses
     @error_prefix("export")
@@ -398,9 +389,3 @@ class Training(Step):
             if (held := getattr(owner, leaf, None)) is None or held.numel() < buffer.numel():  # for longer batches
                 owner.register_buffer(leaf, buffer.clone(), persistent)
         return model
-
-
-def _without(params: Mapping[str, jax.Array], names: Mapping[str, object]) -> list[Stacks]:
-    """The entries that have none of these names."""
-    others = {name: value for name, value in params.items() if name not in names}
-    return [Stacks.from_dict(others, [(name,) for name in others])] if others else []

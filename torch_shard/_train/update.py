@@ -1,10 +1,10 @@
-"""The optimizer of a step, of torch or of optax: its state, and one update within the program and by name."""
+"""The optimizer of a step, of torch or of optax: its state, one update within the program and by name, and norms."""
 
 # optax has no stubs. JAX annotates its functions in part.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -14,6 +14,7 @@ import optax
 import torch
 from jax.sharding import Mesh
 
+from torch_shard._common.caller import caller
 from torch_shard._common.types import PyTree
 from torch_shard._optim import (
     AverageState,
@@ -28,7 +29,7 @@ from torch_shard._optim import (
     run_by_name,
     widened,
 )
-from torch_shard._sharding import Holdings, HostTransfers, Layout, Stacks, as_dicts, to_device
+from torch_shard._sharding import Holdings, HostTransfers, Stacks, as_dicts, make_matcher, to_device
 from torch_shard._state import StateLayout, TrainState, global_norm
 from torch_shard._train.facts import agree_on_numbers
 from torch_shard._train.options import StepOptions
@@ -51,7 +52,10 @@ class Update:
             self._torch.refuse_others(set(held.trainable) - set(names), options.label)
         self.optimizer: Any = optimizer
         self.inputs: tuple[torch.Tensor, ...] = () if self._torch is None else (self._torch.inputs,)
-        self._takes_value = isinstance(optimizer, optax.GradientTransformationExtraArgs)
+
+    @property
+    def _of_optax(self) -> optax.GradientTransformationExtraArgs:
+        return optax.with_extra_args_support(self.optimizer)
 
     def init(self, params: Any) -> PyTree:
         """The state at step 0, of parameters by name."""
@@ -77,15 +81,14 @@ class Update:
         if self._torch is not None:
             self._torch.refuse_replaced(held.params)
 
-    def refuse_loaded(self, opt_state: PyTree, held: Holdings) -> None:
-        """Refuse a state that was loaded into an optimizer of torch since, and is not that of the run."""
-        if self._torch is not None:
-            self._torch.refuse_loaded(inner_state(opt_state), held.trainable)
+    def read(self, opt_state: PyTree, held: Holdings, mesh: Mesh) -> None:
+        """Read the numbers of the parameter groups into `inputs`, the same in all processes.
 
-    def read(self, mesh: Mesh) -> None:
-        """Read the numbers of the parameter groups into `inputs`, the same in all processes."""
+        A state that was loaded into an optimizer of torch since is refused, as it is not that of the run.
+        """
         if self._torch is not None:
             agree_on_numbers(self._torch.read(), mesh)
+            self._torch.refuse_loaded(inner_state(opt_state), held.trainable)
 
     def note_step(self) -> None:
         """Let schedulers of torch know that a step was taken."""
@@ -94,7 +97,7 @@ class Update:
 
     def average(self, opt_state: PyTree) -> Mapping[str, jax.Array]:
         """The averages of the parameters, by name."""
-        if self._options.ema is None:
+        if not isinstance(opt_state, AverageState):
             raise ValueError("averaged: the step keeps no averages. Make it with ema=0.999, or what decay you want.")
         return opt_state.ema
 
@@ -108,7 +111,16 @@ class Update:
         return self._torch.state_dict(inner_state(opt_state))
 
     def in_program(
-        self, state: TrainState, grads: Stacks, params: Stacks, *, layout: StateLayout, **how: Any
+        self,
+        state: TrainState,
+        grads: Stacks,
+        params: Stacks,
+        *,
+        layout: StateLayout,
+        loss: jax.Array,
+        inputs: Sequence[jax.Array],
+        without_grad: Sequence[str],
+        transfers: HostTransfers | None,
     ) -> tuple[Stacks, PyTree]:
         """Parameters and the optimizer's state after one update, which computes in float32.
 
@@ -117,59 +129,32 @@ class Update:
             grads: Clipped, of the trained parameters.
             params: The trained parameters.
             layout: How they are stored.
-            **how: The rest of `_updated`.
+            loss: Of the batch.
+            inputs: What the program is given beside state and batch, the values of `inputs` last.
+            without_grad: Parameters that the loss does not reach, which torch skips.
+            transfers: Of the state that lies in the host's memory, if some does.
         """
-        is_narrow = self._options.moment_dtype is not None
+        is_narrow, decay = self._options.moment_dtype is not None, self._options.ema
         before = widened(state.opt_state) if is_narrow else state.opt_state
-        updated, after = self._updated(grads, before, params, layout=layout.trained, **how)
+        own = inner_state(before)
+
+        def update(grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> PyTree:
+            with in_optimizer("update"):
+                updates, new = self._of_optax.update(grads, opt_state, params, value=loss)
+            updated: PyTree = optax.apply_updates(params, updates)
+            return {**updated, **{name: params[name] for name in without_grad}}, new
+
+        how: Any = {"layout": layout.trained, "transfers": transfers}
+        if self._torch is None:
+            updated, after = cast(tuple[Stacks, PyTree], run_by_name(update, grads, own, params, loss, **how))
+        else:
+            updated, after = self._torch.update(grads, own, params, inputs[-1], without=without_grad, **how)
+        if decay is not None:
+            after = AverageState(after, averaged(before.ema, updated, decay))
         if is_narrow:  # by a key that no step has, as their numbers are below 2**31
             key = jax.random.fold_in(jax.random.fold_in(state.key, np.uint32(2**32 - 1)), state.step)
             after = narrowed(after, layout.structs.opt_state, key)
         return updated, after
-
-    def _updated(
-        self,
-        grads: Stacks,
-        opt_state: PyTree,
-        params: Stacks,
-        *,
-        loss: jax.Array,
-        inputs: Sequence[jax.Array],
-        without_grad: Sequence[str],
-        layout: Layout,
-        transfers: HostTransfers | None,
-    ) -> tuple[Stacks, PyTree]:
-        """The same of a state in float32.
-
-        Args:
-            grads: Clipped, of the trained parameters.
-            opt_state: Before it.
-            params: The trained parameters.
-            loss: Of the batch.
-            inputs: What the program is given beside state and batch, the values of `inputs` last.
-            without_grad: Parameters that the loss does not reach, which torch skips.
-            layout: How the trained parameters are stored.
-            transfers: Of the state that lies in the host's memory, if some does.
-        """
-        own = inner_state(opt_state)
-
-        def update(grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> PyTree:
-            with in_optimizer("update"):
-                updates, new = self.optimizer.update(grads, opt_state, params, **self._extra(loss))
-            updated: PyTree = optax.apply_updates(params, updates)
-            return {**updated, **{name: params[name] for name in without_grad}}, new
-
-        if self._torch is not None:
-            updated, new = self._torch.update(
-                grads, own, params, inputs[-1], layout=layout, without=without_grad, transfers=transfers
-            )
-        else:
-            updated, new = run_by_name(update, grads, own, params, loss, layout=layout, transfers=transfers)
-        decay = self._options.ema
-        return updated, new if decay is None else AverageState(new, averaged(opt_state.ema, updated, decay))
-
-    def _extra(self, loss: jax.Array) -> dict[str, jax.Array]:
-        return {"value": loss} if self._takes_value else {}
 
     def by_name(
         self,
@@ -195,8 +180,36 @@ class Update:
 
         def update(grads: PyTree, opt_state: PyTree, params: PyTree) -> PyTree:
             clipped = options.clip(grads, global_norm(grads))
-            return optax.apply_updates(
-                params, self.optimizer.update(clipped, opt_state, params, **self._extra(loss))[0]
-            )
+            return optax.apply_updates(params, self._of_optax.update(clipped, opt_state, params, value=loss)[0])
 
         return cast(dict[str, jax.Array], jax.jit(update)(grads, as_dicts(opt_state), params))
+
+
+def watched_modules(globs: Iterable[str], params: Iterable[str]) -> dict[str, list[str]]:
+    """The parameters of each module that is watched."""
+    within: dict[str, list[str]] = {}
+    for name in params:
+        parts = name.split(".")[:-1]
+        for depth in range(1, len(parts) + 1):
+            within.setdefault(".".join(parts[:depth]), []).append(name)
+    found: dict[str, list[str]] = {}
+    for glob in globs:
+        own = {module: names for module, names in within.items() if make_matcher(glob)(module)}
+        if not own:
+            raise ValueError(
+                f"{caller()}: watch has {glob!r}, which is not a module with parameters that are trained. There are "
+                f"{', '.join(list(within)[:8])}{', ...' * (len(within) > 8)}."
+            )
+        found |= own
+    return found
+
+
+def norms_of(
+    modules: Mapping[str, list[str]], grads: Mapping[str, jax.Array], change: Callable[[str], jax.Array]
+) -> dict[str, jax.Array]:
+    """`grad_norm/MODULE` and `update_norm/MODULE`, L2 norms as scalars."""
+    found: dict[str, jax.Array] = {}
+    for module, names in modules.items():
+        found[f"grad_norm/{module}"] = global_norm([grads[name] for name in names])
+        found[f"update_norm/{module}"] = global_norm([change(name) for name in names])
+    return found
