@@ -15,14 +15,11 @@ from torch_shard._common.fx import args_of, fill_in, outputs_of, sources_of
 from torch_shard._common.random import Key
 from torch_shard._lowering import RowSplit, lower, operation
 from torch_shard._scan.narrow import Narrow, take_casts_off
-from torch_shard._scan.partition import partition
+from torch_shard._scan.partition import Halves, partition
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call, Region
 from torch_shard._sharding import to_device, to_host
 
 Place = jax.Array | int | None
-
-SUM = "sum of gradients"
-"""The kind of such an instruction."""
 
 Operate = Callable[[Key, Place, Sequence[Any], RowSplit | None], Any]
 
@@ -60,6 +57,8 @@ class Instruction:
         place: Where it stands in the stream of random numbers, if it draws any.
         layer: The path of the module that it is the forward or backward pass of, if it is one.
         is_backward: Whether it is the backward pass.
+        is_sum: Whether it adds two tensors.
+        fake: What it gives, if it is a node of the graph.
     """
 
     kind: Hashable
@@ -68,12 +67,8 @@ class Instruction:
     place: int | None = None
     layer: str | None = None
     is_backward: bool = False
-
-    @property
-    def shape_and_dtype(self) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Of the tensor that it gives; None where that is not known."""
-        about = self.kind[2][0] if isinstance(self.kind, tuple) and len(self.kind) > 2 else None
-        return about if isinstance(about, tuple) and isinstance(about[-1], torch.dtype) else None
+    is_sum: bool = False
+    fake: torch.Tensor | None = None
 
     @property
     def scope(self) -> contextlib.AbstractContextManager[object]:
@@ -89,29 +84,19 @@ class Instruction:
         return contextlib.nullcontext() if every is None else jax.named_scope(every)
 
 
-def is_sum(item: Instruction) -> bool:
-    """Tell whether it adds two tensors."""
-    if item.kind == SUM:
-        return True
-    target, arguments, *_ = item.kind if isinstance(item.kind, tuple) else (None, "")
-    return target is torch.ops.aten.add.Tensor and len(item.sources) == 2 and "alpha" not in str(arguments)
-
-
 @dataclasses.dataclass(frozen=True)
 class Passes:
     """The two passes of a region as operations.
 
     Attributes:
-        forward: Gives the results, the token, the values that are saved, and the inputs that are.
+        forward: Gives the results, the token, and what is saved.
         backward: Takes the inputs that are at hand, what was saved, and cotangents; None if nothing has a gradient.
-        at_hand: Numbers of the inputs that the backward pass takes from where the forward pass took them.
-        num_saved: How many values and inputs are saved.
+        halves: What is at hand and what is saved.
     """
 
     forward: Operate
     backward: Operate | None
-    at_hand: tuple[int, ...]
-    num_saved: int
+    halves: Halves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,17 +128,16 @@ def _passes(region: Region, saving: Saving, sources: list[list[Operand]]) -> Pas
         remat=remat,
         at_hand=stay,
     )
-    forward = lower(halves.forward)
-    at_hand = tuple(number for number in halves.inputs if number in stay)
-    kept = [i for i in halves.inputs if i not in at_hand]
-    order = [*at_hand, *kept]
-    casts = {} if halves.backward is None else take_casts_off(halves.backward)
-    back = None if halves.backward is None else lower(halves.backward)
+    forward, num_results = lower(halves.forward), len(region.results)
 
     def operate(key: Key, place: Place, values: Sequence[jax.Array], split: RowSplit | None) -> list[jax.Array | None]:
         found = forward(key, *values, place=0 if place is None else place, split=split)
-        saved = [*found[num_results:], *(values[i] for i in kept)]
+        saved = found[num_results:]
         return [*found[:num_results], None, *(map(_on_host, saved) if saving.on_host else saved)]
+
+    if halves.backward is None:
+        return Passes(operate, None, halves)
+    casts, back = take_casts_off(halves.backward), lower(halves.backward)
 
     def backward(
         key: Key, place: Place, values: Sequence[jax.Array], split: RowSplit | None
@@ -161,15 +145,10 @@ def _passes(region: Region, saving: Saving, sources: list[list[Operand]]) -> Pas
         values = to_device(list(values)) if saving.on_host else values
         if remat != "none":  # or XLA would see that the forward pass has computed all this, and keep it
             values = jax.lax.optimization_barrier(list(values))
-        first, saved = values[: len(at_hand)], values[len(at_hand) : len(at_hand) + num_saved]
-        given = dict(zip(order, [*first, *saved[halves.num_saved :]], strict=True))
-        rest = [*saved[: halves.num_saved], *values[len(at_hand) + num_saved :]]
-        assert back is not None
-        found = back(key, *(given[i] for i in halves.inputs), *rest, place=0 if place is None else place, split=split)
+        found = back(key, *values, place=0 if place is None else place, split=split)
         return [Narrow(value, casts[i]) if i in casts else value for i, value in enumerate(found)]
 
-    num_saved, num_results = halves.num_saved + len(kept), len(region.results)
-    return Passes(operate, backward if back else None, at_hand, num_saved)
+    return Passes(operate, backward, halves)
 
 
 def _on_host(value: jax.Array) -> jax.Array:
@@ -238,7 +217,10 @@ class _Builder:
             return self._backward(args_of(node)[0], sources)
         if any(not isinstance(source, Operand) for source in sources):
             return self._sum(node, sources)
-        return Operand(self._new(Instruction(_kind(node), sources, operation(node), node.meta.get("random_place"))))
+        place, fake = node.meta.get("random_place"), node.meta.get("val")
+        return Operand(
+            self._new(Instruction(_kind(node), sources, operation(node), place, is_sum=_is_sum(node), fake=fake))
+        )
 
     def _new(self, instruction: Instruction) -> Instruction:
         self.instructions.append(instruction)
@@ -274,7 +256,10 @@ class _Builder:
     def _added(self, values: list[Operand]) -> Operand | None:
         if len(values) < 2:
             return values[0] if values else None
-        return Operand(self._new(Instruction(SUM, values, lambda key, place, values, split: values[0] + values[1])))
+        kind = "sum of gradients"
+        return Operand(
+            self._new(Instruction(kind, values, lambda key, place, values, split: values[0] + values[1], is_sum=True))
+        )
 
     def connect(self) -> None:
         """Let forward passes save what backward passes read."""
@@ -289,8 +274,8 @@ class _Builder:
             before, region = self._forwards[number], self._calls[number].region
             mine, num_results = passes[id(region)], len(region.results)
             assert mine.backward is not None
-            saved = [before.sources[i] for i in mine.at_hand]
-            saved += [Operand(before, (num_results + 1 + i,)) for i in range(mine.num_saved)]  # after the token
+            saved = [before.sources[i] for i in mine.halves.at_hand]
+            saved += [Operand(before, (num_results + 1 + i,)) for i in range(mine.halves.num_saved)]  # after the token
             cotangents = [instruction.sources[1 + i] for kind, i in region.inputs if kind == "cotangent"]
             instruction.sources, instruction.operate = [*saved, *cotangents], mine.backward
 
@@ -301,7 +286,7 @@ def _unconnected(key: Key, place: Place, values: Sequence[object], split: RowSpl
 
 def _kind(node: Node) -> Hashable:
     """All of a node but its sources."""
-    arguments = fill_in((node.args, node.kwargs), lambda source: _Gap())  # pyright: ignore
+    arguments = fill_in((node.args, node.kwargs), lambda source: "_")
     about = tuple(_about(n.meta.get("val")) for n in (node, *sources_of(node)))
     return node.target, repr(arguments), about, node.meta.get("random_axes")
 
@@ -311,8 +296,3 @@ def _about(value: object) -> Hashable:
     if isinstance(value, (tuple, list)):
         return tuple(map(_about, value))
     return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else repr(value)
-
-
-class _Gap:
-    def __repr__(self) -> str:
-        return "_"

@@ -1,6 +1,7 @@
 """A layer's joint graph in two: the forward pass with what it saves, and the backward pass that reads it."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -31,15 +32,15 @@ class Halves:
     """The two passes of one layer.
 
     Attributes:
-        forward: `(*inputs) -> (*results, *new values of written inputs, *saved values)`.
-        backward: `(*saved inputs, *saved values, *cotangents) -> gradients`; None if there are none.
-        inputs: Numbers of the inputs that the backward pass reads, cotangents not counted.
-        num_saved: How many values are saved.
+        forward: `(*inputs) -> (*results, *new values of written inputs, *saved values, *saved inputs)`.
+        backward: `(*inputs at hand, *saved values, *saved inputs, *cotangents) -> gradients`; None if there are none.
+        at_hand: Numbers of the inputs that the backward pass takes from where the forward pass took them.
+        num_saved: How many values and inputs are saved.
     """
 
     forward: GraphModule
     backward: GraphModule | None
-    inputs: tuple[int, ...]
+    at_hand: tuple[int, ...]
     num_saved: int
 
 
@@ -50,7 +51,7 @@ def partition(
     num_results: int,
     num_outputs: int,
     remat: str,
-    at_hand: Collection[int] = (),
+    at_hand: Collection[int],
 ) -> Halves:
     """Split a joint graph.
 
@@ -62,24 +63,25 @@ def partition(
         remat: Which values are saved, "none" or a key of `SAVED`; the others are computed again.
         at_hand: Numbers of the inputs that the backward pass can read without their being saved.
     """
-    placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
-    cotangents = [n for n, is_one in zip(placeholders, is_cotangent, strict=True) if is_one]
-    inputs = [n for n, is_one in zip(placeholders, is_cotangent, strict=True) if not is_one]
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    cotangents = list(itertools.compress(placeholders, is_cotangent))
+    inputs = [n for n in placeholders if n not in cotangents]
     outputs = outputs_of(joint.graph)
     grads = outputs[num_results:num_outputs]
     if remat == "none":
         saved = min_cut_residuals(grads, set(cotangents), {inputs[number] for number in at_hand})
     else:
         saved = _saved(grads, set(cotangents), SAVED[remat])
-    values = [n for n in joint.graph.nodes if n in saved and n.op != "placeholder"]
-    results = [*outputs[:num_results], *outputs[num_outputs:], *values]
-    read = [n for n in inputs if n in saved]
+    there = tuple(number for number, n in enumerate(inputs) if n in saved and number in at_hand)
+    kept = [n for n in joint.graph.nodes if n in saved and n.op != "placeholder"]
+    kept += [n for number, n in enumerate(inputs) if n in saved and number not in at_hand]
     done = {n for n in joint.graph.nodes if has_effect(n)} - depending_on(cotangents)  # by the forward pass
+    read = [*(inputs[number] for number in there), *kept, *cotangents]
     return Halves(
-        forward=_extract(joint, inputs, results),
-        backward=_extract(joint, [*read, *values, *cotangents], grads, done) if grads else None,
-        inputs=tuple(inputs.index(n) for n in read),
-        num_saved=len(values),
+        forward=_extract(joint, inputs, [*outputs[:num_results], *outputs[num_outputs:], *kept]),
+        backward=_extract(joint, read, grads, done) if grads else None,
+        at_hand=there,
+        num_saved=len(kept),
     )
 
 

@@ -284,8 +284,8 @@ class LayerPass:
             flow: list[Tree], each: list[Tree], fixed: list[Tree], drawn: tuple[jax.Array, dict[int, Any]]
         ) -> Any:
             key, places = drawn
-            given = {"each": each, "fixed": fixed, "places": places}
-            handed, results = iterate(self._loop, self.results, key, flow, **given, split=self._across.split)
+            known = {"carry": flow, "each": each, "fixed": fixed}
+            handed, results = iterate(self._loop, self.results, key, known, places, self._across.split)
             return handed, list(map(wide, results))
 
         mapped = jax.vmap(stage, in_axes=(0, 0, axes, 0), spmd_axis_name=self.order.stages.axis)

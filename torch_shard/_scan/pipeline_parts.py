@@ -13,7 +13,7 @@ import torch
 
 from torch_shard._common.caller import caller
 from torch_shard._scan.execute import operands_of, places_of, reads_of
-from torch_shard._scan.instructions import Instruction, Operand, Output, is_sum
+from torch_shard._scan.instructions import Instruction, Operand, Output
 from torch_shard._scan.reroll import Loop
 from torch_shard._scan.siblings import Siblings
 from torch_shard._sharding import ResolvedPlan, Stages, axes_of, describe_mesh
@@ -218,7 +218,7 @@ def _sums_at_the_end(items: Sequence[Item], given: Iterable[Output], summed: Ite
     outputs, others = ({v.source for v in operands_of(part)} for part in (summed, given))
     tail: list[Item] = []
     for item in reversed(items):
-        if not isinstance(item, Instruction) or not is_sum(item) or item in others:
+        if not isinstance(item, Instruction) or not item.is_sum or item in others:
             continue
         if all(reader in tail for reader in readers.get(item, ())) and (item in outputs or item in readers):
             tail.insert(0, item)
