@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from torch_shard._common.fx import args_of, aten_name, fill_in, outputs_of, shape_of
+from torch_shard._common.fx import args_of, aten_name, fill_in, shape_of
 from torch_shard._common.operator_families import DIM_VIEWS, MATRIX_PRODUCTS, REDUCTIONS, RESHAPES, is_pointwise
 from torch_shard._lowering import DIMS, LAID, ROWS, SEQUENCE, SPLIT
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call, Region
@@ -39,9 +39,9 @@ def note_rows(graph: Graph, inputs: Sequence[Dim], calls: Mapping[int, Call], no
 class _Follow:
     def __init__(self, calls: Mapping[int, Call], note: str) -> None:
         self._calls, self._note = calls, note
-        self._results: dict[int, list[Dim]] = {}
+        self._results: dict[Region, list[Dim]] = {}
         """Of regions that were run."""
-        self._dims: dict[int, list[Dim]] = {}
+        self._dims: dict[Call, list[Dim]] = {}
         """Of the arguments of calls."""
 
     def run(self, graph: Graph, inputs: Sequence[Dim]) -> dict[Node, Any]:
@@ -80,26 +80,22 @@ class _Follow:
         if node.target is LAYER:
             dims = [known[tensor] for tensor in args_of(node)[1]]
             inputs = [dims[i] if member is None else None for i, member in call.arguments]
-            self._dims[id(call)] = dims
+            self._dims[call] = dims
             return [*self._of_region(call.region, inputs), None]  # the last is the token
-        dims = self._dims[id(call)]
+        dims = self._dims[call]
         return [dims[argument] for argument in call.gradients]
 
     def _of_region(self, region: Region, tensors: Sequence[Dim]) -> list[Dim]:
-        if id(region) not in self._results:
+        if region not in self._results:
             graph, given = region.graph.module.graph, iter(tensors)
             before = [None if kind == "cotangent" else next(given) for kind, _ in region.inputs]
-            results = self._outputs(region, self.run(graph, before))
+            known = self.run(graph, before)
+            results = [known.get(node) for node in region.results]
             cotangents = list(itertools.compress(itertools.compress(results, region.differentiable), region.used))
             given = iter(tensors)
             self.run(graph, [cotangents[n] if kind == "cotangent" else next(given) for kind, n in region.inputs])
-            self._results[id(region)] = results
-        return self._results[id(region)]
-
-    def _outputs(self, region: Region, known: Mapping[Node, Any]) -> list[Dim]:
-        outputs = outputs_of(region.graph.module.graph)
-        results = outputs[: region.num_results] + outputs[region.graph.num_outputs :]
-        return [known.get(node) for node in results]
+            self._results[region] = results
+        return self._results[region]
 
 
 def moved(node: Node, source: Node, dim: int) -> list[Dim]:

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 
 from torch_shard._common.random import Key
 from torch_shard._lowering import RowSplit, matmul_precision
-from torch_shard._scan.instructions import BundleValues, Instruction, Operand, Output
-from torch_shard._scan.narrow import wide
+from torch_shard._scan.instructions import BundleValues, Instruction, Operand, Output, wide
 from torch_shard._scan.reroll import Loop
 from torch_shard._sharding import Kept
 
@@ -126,7 +125,7 @@ def execute(
             if isinstance(item, Loop):
                 run.loop(item, key)
             else:
-                with item.scope:
+                with item.scope():
                     values = [array_of(run.read(v)) for v in item.sources]
                     run.done[item] = item.operate(key, item.place, values, split)
         return [run.output(value) for value in outputs]
@@ -253,7 +252,7 @@ def iterate(
         sources = [
             wide(_at(found[s.number], s.path)) if s.kind == "own" else known[s.kind][s.number] for s in loop.slots[i]
         ]
-        with instruction.scope_of_all:
+        with instruction.scope(of_all=True):
             found.append(instruction.operate(key, places.get(i), sources, split))
     handed = [wide(_at(found[number], path)) for _, number, path in loop.carries]
     return handed, [_at(found[number], path) for number, path in results]

@@ -11,10 +11,10 @@ import jax
 import torch
 from torch.fx import GraphModule, Node
 
+from torch_shard._common.dtypes import jax_dtype
 from torch_shard._common.fx import args_of, fill_in, outputs_of, sources_of
 from torch_shard._common.random import Key
 from torch_shard._lowering import RowSplit, lower, operation
-from torch_shard._scan.narrow import Narrow, take_casts_off
 from torch_shard._scan.partition import Halves, partition
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call, Region
 from torch_shard._sharding import to_device, to_host
@@ -70,18 +70,13 @@ class Instruction:
     is_sum: bool = False
     fake: torch.Tensor | None = None
 
-    @property
-    def scope(self) -> contextlib.AbstractContextManager[object]:
-        """Names for what it is lowered to, so that profiles and previews read by module."""
+    def scope(self, *, of_all: bool = False) -> contextlib.AbstractContextManager[object]:
+        """Names for what it is lowered to, so that profiles and previews read by module; in a loop `of_all` layers."""
         if self.layer is None:
             return contextlib.nullcontext()
+        if of_all:
+            return jax.named_scope(re.sub(r"\d+$", "*", self.layer))
         return jax.named_scope(f"backward/{self.layer}" if self.is_backward else self.layer)
-
-    @property
-    def scope_of_all(self) -> contextlib.AbstractContextManager[object]:
-        """The same in a loop, where it stands for the layers of all iterations."""
-        every = None if self.layer is None else re.sub(r"\d+$", "*", self.layer)
-        return contextlib.nullcontext() if every is None else jax.named_scope(every)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +105,50 @@ class Saving:
 
     remat: str
     on_host: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Narrow:
+    """A value, and the wider dtype that it is of for all who read it: one cast follows the stack of a loop.
+
+    Under `compute_dtype` the last that a layer's backward pass does is to cast the gradients of its weights to float32.
+    In a loop that would be a stack of twice the bytes, written and read once more.
+
+    Attributes:
+        array: In which it is held.
+        dtype: That it is of.
+    """
+
+    array: Any
+    dtype: Any = dataclasses.field(metadata={"static": True})
+
+
+def wide(value: Any) -> Any:
+    """A value in its own dtype."""
+    return value.array.astype(value.dtype) if isinstance(value, Narrow) else value
+
+
+def take_casts_off(graph: GraphModule) -> dict[int, Any]:
+    """Let a graph give what it casts last to a wider dtype as it was before; returns the dtypes by number of output."""
+    found, outputs = dict[int, Any](), outputs_of(graph.graph)
+    for number, node in enumerate(outputs):
+        if isinstance(node, Node) and _widens(node):
+            found[number], outputs[number] = jax_dtype(node.meta["val"].dtype), args_of(node)[0]
+    graph.graph.output_node().args = (tuple(outputs),)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return found
+
+
+def _widens(node: Node) -> bool:
+    """Tell whether a node does nothing but cast a floating-point number to a wider one, exactly."""
+    if node.target is not torch.ops.aten._to_copy.default or "memory_format" in node.kwargs:
+        return False
+    before, after = (x.meta["val"].dtype for x in (args_of(node)[0], node))
+    if not before.is_floating_point or not after.is_floating_point or before == after:
+        return False
+    return torch.promote_types(before, after) == after
 
 
 def _passes(region: Region, saving: Saving, sources: list[list[Operand]]) -> Passes:
@@ -230,14 +269,14 @@ class _Builder:
         call = self._calls[number]
         sources = [arguments[i] if member is None else arguments[i][member] for i, member in call.arguments]
         self._forwards[number] = self._new(
-            Instruction((LAYER, id(call.region)), sources, _unconnected, call.place, call.path)
+            Instruction((LAYER, call.region), sources, _unconnected, call.place, call.path)
         )
         return Operand(self._forwards[number])
 
     def _backward(self, number: int, sources: list[Operand]) -> list[Operand | BundleValues]:
         call = self._calls[number]
         instruction = self._new(
-            Instruction((LAYER_BACKWARD, id(call.region)), sources, _unconnected, call.place, call.path, True)
+            Instruction((LAYER_BACKWARD, call.region), sources, _unconnected, call.place, call.path, True)
         )
         self._backwards.append((number, instruction))
         found: list[Operand | BundleValues] = []
@@ -263,16 +302,16 @@ class _Builder:
 
     def connect(self) -> None:
         """Let forward passes save what backward passes read."""
-        passes: dict[int, Passes] = {}
+        passes: dict[Region, Passes] = {}
         for number, instruction in self._forwards.items():
             region = self._calls[number].region
-            same = [s.sources for n, s in self._forwards.items() if self._calls[n].region is region]
-            if id(region) not in passes:
-                passes[id(region)] = _passes(region, self._saving, same)
-            instruction.operate = passes[id(region)].forward
+            if region not in passes:
+                same = [s.sources for n, s in self._forwards.items() if self._calls[n].region is region]
+                passes[region] = _passes(region, self._saving, same)
+            instruction.operate = passes[region].forward
         for number, instruction in self._backwards:
             before, region = self._forwards[number], self._calls[number].region
-            mine, num_results = passes[id(region)], len(region.results)
+            mine, num_results = passes[region], len(region.results)
             assert mine.backward is not None
             saved = [before.sources[i] for i in mine.halves.at_hand]
             saved += [Operand(before, (num_results + 1 + i,)) for i in range(mine.halves.num_saved)]  # after the token

@@ -17,8 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torch_shard._common.dtypes import dtype_of_sums
 from torch_shard._lowering import RowSplit
 from torch_shard._scan.execute import Result, StackRow, iterate, places_of, stack_of
-from torch_shard._scan.instructions import Operand
-from torch_shard._scan.narrow import wide
+from torch_shard._scan.instructions import Operand, wide
 from torch_shard._scan.pipeline_parts import Row
 from torch_shard._scan.reroll import Loop
 from torch_shard._sharding import Stages

@@ -167,7 +167,10 @@ class _Proof:
             ),
             "each": lambda q, v: self._is_before(v),
         }
-        lengths: dict[SourceKind, int] = {kind: _prefix(values, test) for kind, test in holds.items()}
+        lengths: dict[SourceKind, int] = {
+            kind: sum(itertools.takewhile(bool, itertools.starmap(test, enumerate(values))))
+            for kind, test in holds.items()
+        }
         kind = max(lengths, key=lambda k: lengths[k])  # the first of those that hold longest
         self.holds = max(1, min(self.holds, lengths[kind]))
         if kind == "own":
@@ -185,10 +188,6 @@ class _Proof:
     def _is_before(self, value: Operand) -> bool:
         """Tell whether a value is known before the loop starts."""
         return isinstance(value.source, int) or self._order[value.source] < self._start
-
-
-def _prefix(values: tuple[Operand, ...], test: Callable[[int, Operand], bool]) -> int:
-    return sum(1 for _ in itertools.takewhile(lambda pair: test(*pair), enumerate(values)))
 
 
 def _index(known: dict[Item, int], item: Item) -> int:
