@@ -1,6 +1,7 @@
 """A loss whose repeated layers are the stages of a pipeline, over all microbatches of a batch."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -8,7 +9,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.caller import caller
-from torch_shard._common.types import PyTree
 from torch_shard._loss.program import LossInputs, LossOutputs, LossProgram, forms_of
 from torch_shard._scan import (
     GraphInput,
@@ -41,9 +41,10 @@ class PipelinedLoss:
         self._buffers = outputs[1 + self._num_grads :][: len(shape.buffers)]
         self._refuse_writes()
         given = [outputs[0], *outputs[1 + self._num_grads + len(shape.buffers) : program.program.graph.num_outputs]]
+        varying = itertools.compress(itertools.count(len(program.inputs)), self._others)
         try:
             self.parts = parts_of(
-                rolled.items, given, outputs[1 : 1 + self._num_grads], stages=self._stages, varies=self._varies
+                rolled.items, given, outputs[1 : 1 + self._num_grads], stages=self._stages, varying=varying
             )
         except NoPipeline as error:
             raise ValueError(self._refusal(str(error))) from None
@@ -86,13 +87,9 @@ class PipelinedLoss:
         """Of the inputs of the graph that follow those of the model, whether they differ by microbatch."""
         given = self._program.answers.are_given
         graph = self._program.program.graph.module.graph
-        nodes = [node for node in graph.nodes if node.op == "placeholder"][len(self._program.inputs) :]
+        nodes = graph.find_nodes(op="placeholder")[len(self._program.inputs) :]
         leaves = nodes[: len(nodes) - len(given)]
         return [*(node.meta["val"].ndim > 0 for node in leaves), *given]
-
-    def _varies(self, number: int) -> bool:
-        at = number - len(self._program.inputs)
-        return at >= 0 and self._others[at]
 
     def run(
         self, keys: jax.Array, tensors: Stacks, batch: Sequence[jax.Array], closure: Sequence[jax.Array]
@@ -123,10 +120,10 @@ class PipelinedLoss:
             written=StackRows({}),
         )
 
-    def _place(self, layers: Sequence[Operand], total: PyTree) -> PyTree:
-        """A sum of gradients of layers, `(rounds, layers, stages, ...)`, where the parameter lies."""
-        name = self._names.get(layers[0])
-        if name is None or not isinstance(total, jax.Array):
+    def _place(self, first: Operand, total: jax.Array) -> jax.Array:
+        """A sum of gradients of layers, `(rounds, layers, stages, ...)`, where the parameter of the first one lies."""
+        name = self._names.get(first)
+        if name is None:
             return total
         sharding = self._plan.stored(name)
         if len(sharding.spec) > total.ndim - 3:

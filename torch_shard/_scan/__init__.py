@@ -1,6 +1,5 @@
 """Repeated layers, proved to be one program, run as one lax.scan."""
 
-from torch_shard._scan.bundles import Bundle, GraphInput, graph_inputs, names_of
 from torch_shard._scan.capture import (
     REMAT,
     CapturedLayers,
@@ -18,4 +17,4 @@ from torch_shard._scan.pipeline_layers import Order, take
 from torch_shard._scan.pipeline_parts import NoPipeline, Parts, find_stages, parts_of
 from torch_shard._scan.pipeline_run import PipelineRun
 from torch_shard._scan.region import Call
-from torch_shard._scan.siblings import Siblings, stack_layout
+from torch_shard._scan.siblings import Bundle, GraphInput, Siblings, graph_inputs, names_of, stack_layout

@@ -11,16 +11,16 @@ from torch.fx import GraphModule
 
 from torch_shard._capture import Aux, Spec, TensorFn
 from torch_shard._lowering import ROWS, SEQUENCE, Program, RowSplit, draws_random, untie_gradients
-from torch_shard._scan.bundles import GraphInput, names_of
 from torch_shard._scan.dims import Dim, note_rows
-from torch_shard._scan.entries import Cut, EntryNotes
 from torch_shard._scan.execute import Inputs, Result, execute
 from torch_shard._scan.instructions import BundleValues, Instruction, Saving, instructions_of, only_adds_bundles
 from torch_shard._scan.intercept import LayerInterceptor
+from torch_shard._scan.piece_values import Cut
+from torch_shard._scan.pieces import EntryNotes
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call
 from torch_shard._scan.reroll import Loop, reroll
 from torch_shard._scan.restarts import Refused, Restart, Unbundled
-from torch_shard._scan.siblings import LEAST, Siblings, find_siblings
+from torch_shard._scan.siblings import LEAST, GraphInput, Siblings, find_siblings, names_of
 from torch_shard._sharding import LossFn, Stages
 
 SHOWN = 6
@@ -74,7 +74,8 @@ class LayerOptions:
         if self.scan != "auto" or self._is_asked or platform != "tpu":
             return self
         paths = [path for group in self.groups(model) if group.refused is None for path in group.members.values()]
-        count, few = len(paths), FEW_OF_KERNELS if any(map(_has_kernels, map(model.get_submodule, paths))) else FEW
+        has_kernels = any(p.ndim > 3 for path in paths for p in model.get_submodule(path).parameters())
+        count, few = len(paths), FEW_OF_KERNELS if has_kernels else FEW
         if not 0 < count <= few:
             return self
         why = (
@@ -82,11 +83,6 @@ class LayerOptions:
             "scan_layers=True makes loops"
         )
         return dataclasses.replace(self, scan=False, why_none=why)
-
-    @property
-    def notes(self) -> EntryNotes:
-        """What the lowering is to know of entries."""
-        return EntryNotes(dict(self.cuts), dict(self.uses))
 
     @property
     def wanted(self) -> bool:
@@ -103,7 +99,8 @@ class LayerOptions:
         if not self.wanted:
             return []
         cuts = dict(self.cuts)
-        return find_siblings(model, {name: (*spec, *cuts.get(name, ())) for name, spec in self.specs}, self.least)
+        specs = {name: (*spec, *cuts.get(name, ())) for name, spec in self.specs}
+        return list(find_siblings(model, specs, self.least))
 
     @property
     def least(self) -> int:
@@ -129,7 +126,7 @@ class RolledLoss:
         self._program, self.calls, self.scan, self._saving = program, calls, scan, saving
         instructions, self.outputs = instructions_of(program.graph.module, calls, saving)
         self.items: list[Instruction | Loop] = reroll(instructions) if scan else list(instructions)
-        self.random = program.random or any(draws_random(call.region.graph.module) for call in self.calls.values())
+        self.random = program.random or any(draws_random(graph) for _, graph in self.graphs)
 
     @property
     def graphs(self) -> list[tuple[str, GraphModule]]:
@@ -165,10 +162,6 @@ CapturedLayers = tuple[Program[Aux], RolledLoss | None, list[Siblings]]
 """A captured loss; its loops, if it has layers that are regions; and the groups of layers."""
 
 
-def _has_kernels(layer: nn.Module) -> bool:
-    return any(p.ndim > 3 for p in layer.parameters())
-
-
 def report(groups: list[Siblings], rolled: RolledLoss | None) -> list[str]:
     """Lines that say which layers are loops, and of the others why not."""
     lines, scanned = [], set()
@@ -199,66 +192,45 @@ def capture_layers(
 ) -> CapturedLayers[Aux]:
     """Capture a loss, its repeated layers as regions where that is safe."""
 
-    def follow(program: Program[Any], specs: list[Spec], calls: dict[int, Call]) -> None:
-        _follow_batch(program, specs, num_batch, sequence_dims, calls=calls)
+    def note(program: Program[Any], specs: list[Spec], calls: dict[int, Call]) -> None:
+        """Note what a plan says of entries, and follow the rows of the batch, the first dim of its leaves."""
+        EntryNotes(dict(repeats.cuts), dict(repeats.uses)).put(program.graph, calls)
+        graph, before = program.graph.module.graph, [None] * (len(specs) - num_batch)
+        rows = [0 if spec.shape else None for spec in specs[len(before) :]]
+        note_rows(graph, [*before, *rows], calls, ROWS)
+        if any(dim is not None for dim in sequence_dims):
+            note_rows(graph, [*before, *sequence_dims], calls, SEQUENCE)
+
+    def attempt(regions: LayerInterceptor) -> tuple[Program[Aux], RolledLoss] | Restart:
+        """Capture a loss with its layers as regions, or find out why that has to start again."""
+        try:
+            fn, specs = joint(regions)
+            program = Program(fn, specs, what, others=(LAYER, LAYER_BACKWARD), inner=regions.graphs)
+            if not only_adds_bundles(program.graph.module, regions.calls):
+                return Unbundled()
+            note(program, specs, regions.calls)
+            if repeats.stages is not None:
+                untie_gradients(program.graph.module)
+            saving = Saving(repeats.choices[0], repeats.offload)
+            rolled = RolledLoss(program, regions.calls, repeats.scan is not False, saving)
+        except Exception as error:  # of one that has nothing to do with regions, the capture without them says it again
+            why = f"the loss cannot be captured with them as a whole: {' '.join(str(error).split())[:400]}"
+            return regions.restart or Refused(None, why)
+        finally:
+            regions.release()
+        return Refused(None, ALONE) if repeats.scan is True and not rolled.loops else (program, rolled)
 
     groups = repeats.groups(model)
-    modules = {id(m): m for m in model.modules()}
     while any(group.refused is None for group in groups):
-        found = _try_capture(LayerInterceptor(groups, modules), repeats, joint, follow, what=what)
+        found = attempt(LayerInterceptor(groups, model))
         if not isinstance(found, Restart):
             return *found, groups
         found.learn(groups)
     _refuse_if_asked(groups, repeats, what)
     fn, specs = joint(None)
     program = Program(fn, specs, what)
-    repeats.notes.put(program.graph, {})
-    follow(program, specs, {})
+    note(program, specs, {})
     return program, None, groups
-
-
-def _follow_batch(
-    program: Program[Any],
-    specs: list[Spec],
-    num_batch: int,
-    sequence_dims: Sequence[Dim],
-    *,
-    calls: dict[int, Call],
-) -> None:
-    """Follow the rows of the batch, the first dim of its leaves, and their sequence."""
-    graph, before = program.graph.module.graph, [None] * (len(specs) - num_batch)
-    rows = [0 if spec.shape else None for spec in specs[len(before) :]]
-    note_rows(graph, [*before, *rows], calls, ROWS)
-    if any(dim is not None for dim in sequence_dims):
-        note_rows(graph, [*before, *sequence_dims], calls, SEQUENCE)
-
-
-def _try_capture(
-    regions: LayerInterceptor,
-    repeats: LayerOptions,
-    joint: Callable[[LayerInterceptor | None], tuple[TensorFn[Aux], list[Spec]]],
-    follow: Callable[[Program[Any], list[Spec], dict[int, Call]], None],
-    *,
-    what: str,
-) -> tuple[Program[Aux], RolledLoss] | Restart:
-    """Capture a loss with its layers as regions, or find out why that has to start again."""
-    try:
-        fn, specs = joint(regions)
-        program = Program(fn, specs, what, others=(LAYER, LAYER_BACKWARD), inner=regions.graphs)
-        if not only_adds_bundles(program.graph.module, regions.calls):
-            return Unbundled()
-        repeats.notes.put(program.graph, regions.calls)
-        follow(program, specs, regions.calls)
-        if repeats.stages is not None:
-            untie_gradients(program.graph.module)
-        saving = Saving(repeats.choices[0], repeats.offload)
-        rolled = RolledLoss(program, regions.calls, repeats.scan is not False, saving)
-    except Exception as error:  # of one that has nothing to do with regions, the capture without them says it again
-        why = f"the loss cannot be captured with them as a whole: {' '.join(str(error).split())[:400]}"
-        return regions.restart or Refused(None, why)
-    finally:
-        regions.release()
-    return Refused(None, ALONE) if repeats.scan is True and not rolled.loops else (program, rolled)
 
 
 def _refuse_if_asked(groups: list[Siblings], repeats: LayerOptions, what: str) -> None:

@@ -7,13 +7,13 @@ guessed at: a dim that goes on in the same place with the same size.
 import itertools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from torch_shard._common.fx import args_of, aten_name, fill_in, outputs_of, shape_of
+from torch_shard._common.fx import args_of, aten_name, fill_in, shape_of, target_of
 from torch_shard._common.operator_families import DIM_VIEWS, MATRIX_PRODUCTS, REDUCTIONS, RESHAPES, is_pointwise
 from torch_shard._lowering import DIMS, LAID, ROWS, SEQUENCE, SPLIT
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call, Region
@@ -39,9 +39,9 @@ def note_rows(graph: Graph, inputs: Sequence[Dim], calls: Mapping[int, Call], no
 class _Follow:
     def __init__(self, calls: Mapping[int, Call], note: str) -> None:
         self._calls, self._note = calls, note
-        self._results: dict[int, list[Dim]] = {}
+        self._results: dict[Region, list[Dim]] = {}
         """Of regions that were run."""
-        self._dims: dict[int, list[Dim]] = {}
+        self._dims: dict[Call, list[Dim]] = {}
         """Of the arguments of calls."""
 
     def run(self, graph: Graph, inputs: Sequence[Dim]) -> dict[Node, Any]:
@@ -80,26 +80,22 @@ class _Follow:
         if node.target is LAYER:
             dims = [known[tensor] for tensor in args_of(node)[1]]
             inputs = [dims[i] if member is None else None for i, member in call.arguments]
-            self._dims[id(call)] = dims
+            self._dims[call] = dims
             return [*self._of_region(call.region, inputs), None]  # the last is the token
-        dims = self._dims[id(call)]
+        dims = self._dims[call]
         return [dims[argument] for argument in call.gradients]
 
     def _of_region(self, region: Region, tensors: Sequence[Dim]) -> list[Dim]:
-        if id(region) not in self._results:
+        if region not in self._results:
             graph, given = region.graph.module.graph, iter(tensors)
             before = [None if kind == "cotangent" else next(given) for kind, _ in region.inputs]
-            results = self._outputs(region, self.run(graph, before))
+            known = self.run(graph, before)
+            results = [known.get(node) for node in region.results]
             cotangents = list(itertools.compress(itertools.compress(results, region.differentiable), region.used))
             given = iter(tensors)
             self.run(graph, [cotangents[n] if kind == "cotangent" else next(given) for kind, n in region.inputs])
-            self._results[id(region)] = results
-        return self._results[id(region)]
-
-    def _outputs(self, region: Region, known: Mapping[Node, Any]) -> list[Dim]:
-        outputs = outputs_of(region.graph.module.graph)
-        results = outputs[: region.num_results] + outputs[region.graph.num_outputs :]
-        return [known.get(node) for node in results]
+            self._results[region] = results
+        return self._results[region]
 
 
 def moved(node: Node, source: Node, dim: int) -> list[Dim]:
@@ -119,12 +115,8 @@ def moved(node: Node, source: Node, dim: int) -> list[Dim]:
         return [_in_product(node, source, dim)]
     if name in _OF_TABLES:
         return [None]
-    if node.target is torch.ops.torch_shard.einsum.default:
-        return [_in_einsum(node, source, dim)]
-    if name == "tensordot":
+    if node.target is torch.ops.torch_shard.einsum.default or name == "tensordot" or name in REDUCTIONS:
         return [_contracted(node, source, dim)]
-    if name in REDUCTIONS:
-        return [_reduced(node, source, dim)]
     if name in ("linear", "embedding", "convolution") and source is not args_of(node)[name == "embedding"]:
         return [None]  # a weight
     return [_in_place(node, source, dim, value)]
@@ -142,13 +134,26 @@ def _in_place(node: Node, source: Node, dim: int, value: object) -> Dim:
 def _viewed(node: Node, source: Node, dim: int) -> list[Dim]:
     """By PyTorch itself: of a tensor that has a stride along that dim alone."""
     shape = shape_of(source)
-    strides = [int(at == dim) for at in range(len(shape))]
-    marked = torch.empty_strided(shape, strides, device="meta")
-    target: Any = node.target
-    args, kwargs = fill_in((node.args, node.kwargs), lambda _: marked)
-    found = target(*args, **kwargs)
-    results = [found] if isinstance(found, torch.Tensor) else list(found)
+    marked = torch.empty_strided(shape, [int(at == dim) for at in range(len(shape))], device="meta")
+    found = _run(node, lambda _: marked)
+    results = [found] if isinstance(found, torch.Tensor) else found
     return [next((at for at, stride in enumerate(r.stride()) if stride and r.shape[at] > 1), None) for r in results]
+
+
+def _contracted(node: Node, source: Node, dim: int) -> Dim:
+    """By PyTorch itself: of tensors of one element, but for a source that has two along that dim."""
+
+    def marked(x: Node) -> torch.Tensor:
+        sizes = [1 + (x is source and at == dim) for at in range(len(shape_of(x)))]
+        return torch.empty(sizes, device="meta")
+
+    return next((at for at, size in enumerate(_run(node, marked).shape) if size > 1), None)
+
+
+def _run(node: Node, value_of: Callable[[Node], torch.Tensor]) -> Any:
+    """What a node's operator gives for other tensors."""
+    args, kwargs = fill_in((node.args, node.kwargs), value_of)
+    return target_of(node)(*args, **kwargs)
 
 
 def _reshaped(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> Dim:
@@ -169,32 +174,3 @@ def _in_product(node: Node, source: Node, dim: int) -> Dim:
     if ndim < 2 or dim == (ndim - 1 if is_left else ndim - 2):
         return None  # summed
     return dim + len(shape_of(node)) - ndim
-
-
-def _in_einsum(node: Node, source: Node, dim: int) -> Dim:
-    *factors, equation = args_of(node)
-    given, result = equation.split("->")
-    letter = given.split(",")[factors.index(source)][dim]
-    return result.index(letter) if letter in result else None
-
-
-def _contracted(node: Node, source: Node, dim: int) -> Dim:
-    """The dims of the first factor that are not summed over come first, then those of the second."""
-    x, y, *summed = args_of(node)
-    free = [
-        (factor, at)
-        for factor, dims in zip((x, y), summed, strict=True)
-        for at in range(len(shape_of(factor)))
-        if at not in {d % len(shape_of(factor)) for d in dims}
-    ]
-    return free.index((source, dim)) if (source, dim) in free else None
-
-
-def _reduced(node: Node, source: Node, dim: int) -> Dim:
-    ndim, value = len(shape_of(source)), shape_of(node)
-    given = args_of(node)[1] if len(args_of(node)) > 1 else None
-    dims = range(ndim) if given is None or given == [] else [given] if isinstance(given, int) else given
-    summed = {d % ndim for d in dims if isinstance(d, int)}
-    if dim in summed:
-        return None
-    return dim if len(value) == ndim else dim - sum(d < dim for d in summed)

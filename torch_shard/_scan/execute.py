@@ -11,8 +11,7 @@ import jax.numpy as jnp
 
 from torch_shard._common.random import Key
 from torch_shard._lowering import RowSplit, matmul_precision
-from torch_shard._scan.instructions import BundleValues, Instruction, Operand, Output
-from torch_shard._scan.narrow import wide
+from torch_shard._scan.instructions import BundleValues, Instruction, Operand, Output, wide
 from torch_shard._scan.reroll import Loop
 from torch_shard._sharding import Kept
 
@@ -34,11 +33,6 @@ class StackRow:
     stack: jax.Array
     index: int
 
-    @property
-    def array(self) -> jax.Array:
-        """The row by itself."""
-        return self.stack[self.index]
-
 
 Result = Any
 """An array, a `StackRow`, for a bundle a list of them with None for zero, or what is not a tensor."""
@@ -46,7 +40,7 @@ Result = Any
 
 def array_of(value: Result) -> Any:
     """A result as an array of its own."""
-    return value.array if isinstance(value, StackRow) else value
+    return value.stack[value.index] if isinstance(value, StackRow) else value
 
 
 def stack_of(values: Sequence[Result]) -> Result:
@@ -131,7 +125,7 @@ def execute(
             if isinstance(item, Loop):
                 run.loop(item, key)
             else:
-                with item.scope:
+                with item.scope():
                     values = [array_of(run.read(v)) for v in item.sources]
                     run.done[item] = item.operate(key, item.place, values, split)
         return [run.output(value) for value in outputs]
@@ -147,9 +141,9 @@ class _Run:
         split: RowSplit | None,
         known: Mapping[Operand, Result],
     ) -> None:
-        self._inputs, self._split, self._known = inputs, split, known
+        self._inputs, self._split, self._known = inputs, split, dict(known)
+        """What others have made, and loops, whose results are rows."""
         self.done: dict[Instruction, Result] = {}
-        self._rows: dict[tuple[Instruction, tuple[int, ...]], Result] = {}
         self._wanted: dict[int | Instruction, set[tuple[int, ...]]] = {}
         self._outputs = operands_of(outputs)
         for value in (*itertools.chain(*map(reads_of, items)), *self._outputs):
@@ -167,8 +161,6 @@ class _Run:
             return self._known[value]
         if isinstance(value.source, int):
             return self._inputs[(value.source, *value.path)]
-        if value.source not in self.done:
-            return self._rows[value.source, value.path]
         return wide(_at(self.done[value.source], value.path))
 
     def _given(self, values: Sequence[Operand]) -> tuple[Result, Result]:
@@ -184,17 +176,17 @@ class _Run:
     def loop(self, loop: Loop, key: Key) -> None:
         """Run a loop; its results are kept as rows."""
         count, backwards = len(loop.iterations), _runs_backwards(loop)
-        in_order = (lambda values: values[::-1]) if backwards else (lambda values: values)
+        step = -1 if backwards else 1
         fixed = [array_of(self.read(v)) for v in loop.fixed]
-        per_row = [self._given(in_order(values)) for values in loop.each]
-        places = {i: jnp.asarray(in_order(of), jnp.int32) for i, of in places_of(loop).items()}
+        per_row = [self._given(values[::step]) for values in loop.each]
+        places = {i: jnp.asarray(of[::step], jnp.int32) for i, of in places_of(loop).items()}
         results = self._results(loop)
 
         def body(carry: list[jax.Array], given: Any) -> tuple[list[jax.Array], list[jax.Array]]:
             each, places = given
             each = [row if of is None else of[row] for (of, _), row in zip(per_row, each, strict=True)]
-            given = {"each": each, "fixed": fixed, "places": places}
-            return iterate(loop, results, key, carry, **given, split=self._split)
+            known = {"carry": carry, "each": each, "fixed": fixed}
+            return iterate(loop, results, key, known, places, self._split)
 
         first = [array_of(self.read(value)) for value, _, _ in loop.carries]
         if loop.is_backward:
@@ -204,10 +196,10 @@ class _Run:
             last, stacks = jax.lax.scan(body, first, (rows, places), length=count, reverse=backwards)
         for (number, path), stack in zip(results, map(wide, stacks), strict=True):
             for q, span in enumerate(loop.iterations):
-                self._rows[span[number], path] = StackRow(stack, count - 1 - q if backwards else q)
+                self._known[Operand(span[number], path)] = StackRow(stack, count - 1 - q if backwards else q)
         for (_, number, path), value in zip(loop.carries, last, strict=True):
             if (number, path) not in results:
-                self._rows[loop.iterations[-1][number], path] = value
+                self._known[Operand(loop.iterations[-1][number], path)] = value
 
     def _after_outputs(self, values: list[jax.Array]) -> list[jax.Array]:
         """The same values, for which a program must wait until the outputs made so far are there.
@@ -238,10 +230,7 @@ def iterate(
     loop: Loop,
     results: Sequence[tuple[int, tuple[int, ...]]],
     key: Key,
-    carry: Sequence[jax.Array],
-    *,
-    each: Sequence[Result],
-    fixed: Sequence[Result],
+    known: Mapping[str, Sequence[Result]],
     places: Mapping[int, jax.Array],
     split: RowSplit | None,
 ) -> tuple[list[jax.Array], list[Result]]:
@@ -251,9 +240,7 @@ def iterate(
         loop: Whose.
         results: `(number of the instruction, path)` of what it gives beside what it hands on.
         key: A random key, or None.
-        carry: What the iteration before has handed on.
-        each: What differs by iteration.
-        fixed: What does not.
+        known: By the kinds of sources: what the iteration before has handed on, what differs by iteration, and not.
         places: Where instructions stand in the stream of random numbers.
         split: How the rows of the batch lie on the mesh of a step.
 
@@ -261,12 +248,11 @@ def iterate(
         What it hands on, and the results, of which some are `Narrow`.
     """
     found: list[Result] = []
-    known = {"carry": carry, "each": each, "fixed": fixed}
     for i, instruction in enumerate(loop.iterations[0]):
         sources = [
             wide(_at(found[s.number], s.path)) if s.kind == "own" else known[s.kind][s.number] for s in loop.slots[i]
         ]
-        with instruction.scope_of_all:
+        with instruction.scope(of_all=True):
             found.append(instruction.operate(key, places.get(i), sources, split))
     handed = [wide(_at(found[number], path)) for _, number, path in loop.carries]
     return handed, [_at(found[number], path) for number, path in results]

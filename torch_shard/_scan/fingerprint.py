@@ -23,9 +23,7 @@ from torch_shard._capture import DEVICE_OF, NUMBERS, Same, current_mode, read_by
 from torch_shard._common.overrides import OPERATORS
 from torch_shard._common.patching import patched
 
-_VALUES = (*NUMBERS, complex, bytes, type(None))
-
-_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_VALUES = (*NUMBERS, complex, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 _CHECKPOINT = "torch.utils.checkpoint"  # packs nothing: it computes again what was computed
 
@@ -75,10 +73,6 @@ class Fingerprint(TorchDispatchMode):
         alive = [t for t in self._alive if isinstance(t, torch.Tensor)]
         return {number: t for t in alive if isinstance(number := self._numbers[id(t)], int)}
 
-    def made(self, value: object) -> bool:
-        """Tell whether `value` is a tensor that the call has made."""
-        return isinstance(self._numbers.get(id(value)), int)
-
     def _encode(self, value: object, *, new: bool = False) -> Hashable:
         if isinstance(value, torch.Tensor):
             return self._number(value, new), value.requires_grad
@@ -86,8 +80,6 @@ class Fingerprint(TorchDispatchMode):
             return tuple(self._encode(v, new=new) for v in value)
         if isinstance(value, dict):
             return tuple((k, self._encode(v, new=new)) for k, v in value.items())
-        if isinstance(value, _CONSTANTS):
-            return value
         return (type(value), repr(value)) if isinstance(value, _VALUES) else self._same(value)
 
     def _same(self, value: object) -> Same:
@@ -138,7 +130,7 @@ class Fingerprint(TorchDispatchMode):
 def _reads_plainly(frame: FrameType) -> bool:
     """Tell whether who reads `grad_fn` registers no hook: PyTorch, but for what runs the backward hooks of modules."""
     name = frame.f_globals.get("__name__", "")
-    return name.partition(".")[0] in ("torch", __name__.partition(".")[0]) and name != "torch.utils.hooks"
+    return name.partition(".")[0] in ("torch", "torch_shard") and name != "torch.utils.hooks"
 
 
 @contextlib.contextmanager

@@ -8,12 +8,11 @@ a sum that those of the others have.
 import dataclasses
 from collections.abc import Hashable, Iterator, Sequence
 
-import jax
 import jax.numpy as jnp
 import torch
 
 from torch_shard._common.dtypes import jax_dtype
-from torch_shard._scan.instructions import Instruction, Operand, is_sum
+from torch_shard._scan.instructions import Instruction, Operand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +36,7 @@ def with_first_sums(instructions: Sequence[Instruction], longest: int) -> list[I
     """The same instructions, and sums with zero where the backward pass of the first layers lacks sums of gradients."""
     zeros: dict[Hashable, Instruction] = {}
     added: dict[Instruction, list[Instruction]] = {}
-    further = {value.source for item in instructions if is_sum(item) for value in item.sources}
+    further = {value.source for item in instructions if item.is_sum for value in item.sources}
     for begin in _begins(instructions):
         for period in range(1, longest + 1):
             starts = begin[: 2 * period + 1 : period]
@@ -68,7 +67,7 @@ def _pairs(instructions: Sequence[Instruction], starts: Sequence[int]) -> Iterat
         return
     first, second, third = starts
     length = third - second
-    sums = sum(is_sum(item) for item in instructions[second:third])
+    sums = sum(item.is_sum for item in instructions[second:third])
     for before in range(length):
         middle = second - before
         for num in range(1, sums + 1):
@@ -112,7 +111,7 @@ class _Pair:
         return None if alike is None else Operand(alike, value.path)
 
     def _sum(self, item: Instruction, front: Instruction) -> _Missing | None:
-        if not is_sum(item) or item.shape_and_dtype is None:
+        if not item.is_sum or item.fake is None:
             return None
         for term in (0, 1):
             value, before = self._mine(item.sources[term]), item.sources[1 - term]
@@ -125,8 +124,9 @@ class _Pair:
         found: list[tuple[Instruction, Instruction]] = []
         replaced: dict[Instruction, Operand] = {}
         for missing in self.missing:
-            about = missing.like.shape_and_dtype
-            assert about is not None
+            fake = missing.like.fake
+            assert fake is not None
+            about = tuple(fake.shape), fake.dtype
             zero = Operand(zeros.setdefault(about, _zeros(*about)))
             sources = [missing.value, zero] if missing.term == 0 else [zero, missing.value]
             item = dataclasses.replace(missing.like, sources=sources)
@@ -143,7 +143,4 @@ class _Pair:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Instruction:
-    def zeros(*_: object) -> jax.Array:
-        return jnp.zeros(shape, jax_dtype(dtype))
-
-    return Instruction(("zeros", shape, dtype), [], zeros)
+    return Instruction(("zeros", shape, dtype), [], lambda *_: jnp.zeros(shape, jax_dtype(dtype)))

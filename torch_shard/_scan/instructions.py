@@ -11,18 +11,15 @@ import jax
 import torch
 from torch.fx import GraphModule, Node
 
+from torch_shard._common.dtypes import jax_dtype
 from torch_shard._common.fx import args_of, fill_in, outputs_of, sources_of
 from torch_shard._common.random import Key
 from torch_shard._lowering import RowSplit, lower, operation
-from torch_shard._scan.narrow import Narrow, take_casts_off
-from torch_shard._scan.partition import partition
+from torch_shard._scan.partition import Halves, partition
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call, Region
 from torch_shard._sharding import to_device, to_host
 
 Place = jax.Array | int | None
-
-SUM = "sum of gradients"
-"""The kind of such an instruction."""
 
 Operate = Callable[[Key, Place, Sequence[Any], RowSplit | None], Any]
 
@@ -60,6 +57,8 @@ class Instruction:
         place: Where it stands in the stream of random numbers, if it draws any.
         layer: The path of the module that it is the forward or backward pass of, if it is one.
         is_backward: Whether it is the backward pass.
+        is_sum: Whether it adds two tensors.
+        fake: What it gives, if it is a node of the graph.
     """
 
     kind: Hashable
@@ -68,33 +67,16 @@ class Instruction:
     place: int | None = None
     layer: str | None = None
     is_backward: bool = False
+    is_sum: bool = False
+    fake: torch.Tensor | None = None
 
-    @property
-    def shape_and_dtype(self) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Of the tensor that it gives; None where that is not known."""
-        about = self.kind[2][0] if isinstance(self.kind, tuple) and len(self.kind) > 2 else None
-        return about if isinstance(about, tuple) and isinstance(about[-1], torch.dtype) else None
-
-    @property
-    def scope(self) -> contextlib.AbstractContextManager[object]:
-        """Names for what it is lowered to, so that profiles and previews read by module."""
+    def scope(self, *, of_all: bool = False) -> contextlib.AbstractContextManager[object]:
+        """Names for what it is lowered to, so that profiles and previews read by module; in a loop `of_all` layers."""
         if self.layer is None:
             return contextlib.nullcontext()
+        if of_all:
+            return jax.named_scope(re.sub(r"\d+$", "*", self.layer))
         return jax.named_scope(f"backward/{self.layer}" if self.is_backward else self.layer)
-
-    @property
-    def scope_of_all(self) -> contextlib.AbstractContextManager[object]:
-        """The same in a loop, where it stands for the layers of all iterations."""
-        every = None if self.layer is None else re.sub(r"\d+$", "*", self.layer)
-        return contextlib.nullcontext() if every is None else jax.named_scope(every)
-
-
-def is_sum(item: Instruction) -> bool:
-    """Tell whether it adds two tensors."""
-    if item.kind == SUM:
-        return True
-    target, arguments, *_ = item.kind if isinstance(item.kind, tuple) else (None, "")
-    return target is torch.ops.aten.add.Tensor and len(item.sources) == 2 and "alpha" not in str(arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,16 +84,14 @@ class Passes:
     """The two passes of a region as operations.
 
     Attributes:
-        forward: Gives the results, the token, the values that are saved, and the inputs that are.
+        forward: Gives the results, the token, and what is saved.
         backward: Takes the inputs that are at hand, what was saved, and cotangents; None if nothing has a gradient.
-        at_hand: Numbers of the inputs that the backward pass takes from where the forward pass took them.
-        num_saved: How many values and inputs are saved.
+        halves: What is at hand and what is saved.
     """
 
     forward: Operate
     backward: Operate | None
-    at_hand: tuple[int, ...]
-    num_saved: int
+    halves: Halves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +105,50 @@ class Saving:
 
     remat: str
     on_host: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Narrow:
+    """A value, and the wider dtype that it is of for all who read it: one cast follows the stack of a loop.
+
+    Under `compute_dtype` the last that a layer's backward pass does is to cast the gradients of its weights to float32.
+    In a loop that would be a stack of twice the bytes, written and read once more.
+
+    Attributes:
+        array: In which it is held.
+        dtype: That it is of.
+    """
+
+    array: Any
+    dtype: Any = dataclasses.field(metadata={"static": True})
+
+
+def wide(value: Any) -> Any:
+    """A value in its own dtype."""
+    return value.array.astype(value.dtype) if isinstance(value, Narrow) else value
+
+
+def take_casts_off(graph: GraphModule) -> dict[int, Any]:
+    """Let a graph give what it casts last to a wider dtype as it was before; returns the dtypes by number of output."""
+    found, outputs = dict[int, Any](), outputs_of(graph.graph)
+    for number, node in enumerate(outputs):
+        if isinstance(node, Node) and _widens(node):
+            found[number], outputs[number] = jax_dtype(node.meta["val"].dtype), args_of(node)[0]
+    graph.graph.output_node().args = (tuple(outputs),)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return found
+
+
+def _widens(node: Node) -> bool:
+    """Tell whether a node does nothing but cast a floating-point number to a wider one, exactly."""
+    if node.target is not torch.ops.aten._to_copy.default or "memory_format" in node.kwargs:
+        return False
+    before, after = (x.meta["val"].dtype for x in (args_of(node)[0], node))
+    if not before.is_floating_point or not after.is_floating_point or before == after:
+        return False
+    return torch.promote_types(before, after) == after
 
 
 def _passes(region: Region, saving: Saving, sources: list[list[Operand]]) -> Passes:
@@ -143,17 +167,16 @@ def _passes(region: Region, saving: Saving, sources: list[list[Operand]]) -> Pas
         remat=remat,
         at_hand=stay,
     )
-    forward = lower(halves.forward)
-    at_hand = tuple(number for number in halves.inputs if number in stay)
-    kept = [i for i in halves.inputs if i not in at_hand]
-    order = [*at_hand, *kept]
-    casts = {} if halves.backward is None else take_casts_off(halves.backward)
-    back = None if halves.backward is None else lower(halves.backward)
+    forward, num_results = lower(halves.forward), len(region.results)
 
     def operate(key: Key, place: Place, values: Sequence[jax.Array], split: RowSplit | None) -> list[jax.Array | None]:
         found = forward(key, *values, place=0 if place is None else place, split=split)
-        saved = [*found[num_results:], *(values[i] for i in kept)]
+        saved = found[num_results:]
         return [*found[:num_results], None, *(map(_on_host, saved) if saving.on_host else saved)]
+
+    if halves.backward is None:
+        return Passes(operate, None, halves)
+    casts, back = take_casts_off(halves.backward), lower(halves.backward)
 
     def backward(
         key: Key, place: Place, values: Sequence[jax.Array], split: RowSplit | None
@@ -161,15 +184,10 @@ def _passes(region: Region, saving: Saving, sources: list[list[Operand]]) -> Pas
         values = to_device(list(values)) if saving.on_host else values
         if remat != "none":  # or XLA would see that the forward pass has computed all this, and keep it
             values = jax.lax.optimization_barrier(list(values))
-        first, saved = values[: len(at_hand)], values[len(at_hand) : len(at_hand) + num_saved]
-        given = dict(zip(order, [*first, *saved[halves.num_saved :]], strict=True))
-        rest = [*saved[: halves.num_saved], *values[len(at_hand) + num_saved :]]
-        assert back is not None
-        found = back(key, *(given[i] for i in halves.inputs), *rest, place=0 if place is None else place, split=split)
+        found = back(key, *values, place=0 if place is None else place, split=split)
         return [Narrow(value, casts[i]) if i in casts else value for i, value in enumerate(found)]
 
-    num_saved, num_results = halves.num_saved + len(kept), len(region.results)
-    return Passes(operate, backward if back else None, at_hand, num_saved)
+    return Passes(operate, backward, halves)
 
 
 def _on_host(value: jax.Array) -> jax.Array:
@@ -238,7 +256,10 @@ class _Builder:
             return self._backward(args_of(node)[0], sources)
         if any(not isinstance(source, Operand) for source in sources):
             return self._sum(node, sources)
-        return Operand(self._new(Instruction(_kind(node), sources, operation(node), node.meta.get("random_place"))))
+        place, fake = node.meta.get("random_place"), node.meta.get("val")
+        return Operand(
+            self._new(Instruction(_kind(node), sources, operation(node), place, is_sum=_is_sum(node), fake=fake))
+        )
 
     def _new(self, instruction: Instruction) -> Instruction:
         self.instructions.append(instruction)
@@ -248,14 +269,14 @@ class _Builder:
         call = self._calls[number]
         sources = [arguments[i] if member is None else arguments[i][member] for i, member in call.arguments]
         self._forwards[number] = self._new(
-            Instruction((LAYER, id(call.region)), sources, _unconnected, call.place, call.path)
+            Instruction((LAYER, call.region), sources, _unconnected, call.place, call.path)
         )
         return Operand(self._forwards[number])
 
     def _backward(self, number: int, sources: list[Operand]) -> list[Operand | BundleValues]:
         call = self._calls[number]
         instruction = self._new(
-            Instruction((LAYER_BACKWARD, id(call.region)), sources, _unconnected, call.place, call.path, True)
+            Instruction((LAYER_BACKWARD, call.region), sources, _unconnected, call.place, call.path, True)
         )
         self._backwards.append((number, instruction))
         found: list[Operand | BundleValues] = []
@@ -274,23 +295,26 @@ class _Builder:
     def _added(self, values: list[Operand]) -> Operand | None:
         if len(values) < 2:
             return values[0] if values else None
-        return Operand(self._new(Instruction(SUM, values, lambda key, place, values, split: values[0] + values[1])))
+        kind = "sum of gradients"
+        return Operand(
+            self._new(Instruction(kind, values, lambda key, place, values, split: values[0] + values[1], is_sum=True))
+        )
 
     def connect(self) -> None:
         """Let forward passes save what backward passes read."""
-        passes: dict[int, Passes] = {}
+        passes: dict[Region, Passes] = {}
         for number, instruction in self._forwards.items():
             region = self._calls[number].region
-            same = [s.sources for n, s in self._forwards.items() if self._calls[n].region is region]
-            if id(region) not in passes:
-                passes[id(region)] = _passes(region, self._saving, same)
-            instruction.operate = passes[id(region)].forward
+            if region not in passes:
+                same = [s.sources for n, s in self._forwards.items() if self._calls[n].region is region]
+                passes[region] = _passes(region, self._saving, same)
+            instruction.operate = passes[region].forward
         for number, instruction in self._backwards:
             before, region = self._forwards[number], self._calls[number].region
-            mine, num_results = passes[id(region)], len(region.results)
+            mine, num_results = passes[region], len(region.results)
             assert mine.backward is not None
-            saved = [before.sources[i] for i in mine.at_hand]
-            saved += [Operand(before, (num_results + 1 + i,)) for i in range(mine.num_saved)]  # after the token
+            saved = [before.sources[i] for i in mine.halves.at_hand]
+            saved += [Operand(before, (num_results + 1 + i,)) for i in range(mine.halves.num_saved)]  # after the token
             cotangents = [instruction.sources[1 + i] for kind, i in region.inputs if kind == "cotangent"]
             instruction.sources, instruction.operate = [*saved, *cotangents], mine.backward
 
@@ -301,7 +325,7 @@ def _unconnected(key: Key, place: Place, values: Sequence[object], split: RowSpl
 
 def _kind(node: Node) -> Hashable:
     """All of a node but its sources."""
-    arguments = fill_in((node.args, node.kwargs), lambda source: _Gap())  # pyright: ignore
+    arguments = fill_in((node.args, node.kwargs), lambda source: "_")
     about = tuple(_about(n.meta.get("val")) for n in (node, *sources_of(node)))
     return node.target, repr(arguments), about, node.meta.get("random_axes")
 
@@ -311,8 +335,3 @@ def _about(value: object) -> Hashable:
     if isinstance(value, (tuple, list)):
         return tuple(map(_about, value))
     return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else repr(value)
-
-
-class _Gap:
-    def __repr__(self) -> str:
-        return "_"

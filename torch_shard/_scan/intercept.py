@@ -19,12 +19,11 @@ from torch.fx import GraphModule
 
 from torch_shard._capture import add_modules, casting, current_mode, in_transform, leave, untraced
 from torch_shard._common.patching import patched
-from torch_shard._scan.bundles import Bundle
 from torch_shard._scan.fingerprint import Fingerprint, hooks_refused
-from torch_shard._scan.layer_call import BundledParameter, LayerCall, OuterCapture, saving_plainly
+from torch_shard._scan.layer_call import BundledParameter, LayerCall, OuterCapture, adopted, saving_plainly
 from torch_shard._scan.region import CALLS, Call, Region
 from torch_shard._scan.restarts import Abandoned, NewKind, Refused, Restart, SeenCall, Unbundled, Unused
-from torch_shard._scan.siblings import Siblings
+from torch_shard._scan.siblings import Bundle, Siblings
 
 _CAPTURES = itertools.count()
 
@@ -32,11 +31,13 @@ _CAPTURES = itertools.count()
 class LayerInterceptor:
     """Knowledge of one capture about repeated layers; `with regions.active(): ...` within the captured function."""
 
-    def __init__(self, groups: list[Siblings], modules: dict[int, nn.Module]) -> None:
-        self.groups, self._modules = groups, modules
-        self._group_of = {key: group for group in groups if not group.refused for key in group.members}
-        self._found: dict[int, dict[Hashable, list[Region]]] = {id(group): {} for group in groups}
-        self._counts: dict[int, int] = {}
+    def __init__(self, groups: list[Siblings], model: nn.Module) -> None:
+        self.groups = groups
+        active = [group for group in groups if not group.refused]
+        self._group_of = {key: group for group in active for key in group.members}
+        self._classes = {type(model.get_submodule(path)) for group in active for path in group.members.values()}
+        self._found: dict[Siblings, dict[Hashable, list[Region]]] = {group: {} for group in groups}
+        self._counts: dict[Siblings, int] = {}
         self._latest: dict[int, Region] = {}
         self._layer: LayerCall | None = None  # the one that is under way
         self._around = OuterCapture({}, casting(), self.note)  # autocast around the whole is around its backward pass
@@ -52,7 +53,6 @@ class LayerInterceptor:
         self._counts = dict.fromkeys(self._found, 0)
         self.calls.clear()
         capture_mode = current_mode()
-        classes = {type(self._modules[key]) for key in self._group_of}
 
         def record() -> Fingerprint | None:
             return None if self._layer is None else self._layer.record
@@ -77,7 +77,7 @@ class LayerInterceptor:
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(hooks_refused(record))
-            for cls in classes:
+            for cls in self._classes:
                 stack.enter_context(patched(cls, "forward", intercept))
             yield
 
@@ -90,23 +90,21 @@ class LayerInterceptor:
     def _used(self, parameter: torch.Tensor) -> torch.Tensor:
         """A tensor for a parameter of a bundle that is used outside of its module, which restarts the capture."""
         self.note(Unbundled())
-        capture_mode = current_mode()
-        assert capture_mode is not None
-        return capture_mode.adopt(parameter)
+        return adopted(parameter)
 
     def note(self, reason: Restart) -> None:
         """Let the capture start again once the user's code has run; the first reason stays."""
         self.restart = self.restart or reason
 
     def _call(self, group: Siblings, module: nn.Module, run: Callable[[], object]) -> object:
-        number = self._counts[id(group)]
-        self._counts[id(group)] += 1
-        layer = self._layer = LayerCall(module, run, self._around)
-        try:
-            with saving_plainly():
+        number = self._counts[group]
+        self._counts[group] += 1
+        with saving_plainly():
+            layer = self._layer = LayerCall(module, run, self._around)
+            try:
                 region = self._region(layer, group, number)
-        finally:
-            self._layer = None
+            finally:
+                self._layer = None
         if layer.record.refused:
             self.note(Refused(group, f"{group.members[id(module)]}: {layer.record.refused}"))
         elif region is None:
@@ -119,12 +117,12 @@ class LayerInterceptor:
         call, arguments = layer.call(region, number, group.members[id(module)])
         handle = self._first + len(self.calls)
         self.calls[handle] = CALLS[handle] = call
-        add_modules(region.flags)
+        add_modules(region.graph.modules)
         return layer.results(handle, region, arguments)
 
     def _region(self, layer: LayerCall, group: Siblings, number: int) -> Region | None:
         """The region of a call: its own if it begins a kind, or that of a call before it with the same record."""
-        found = self._found[id(group)]
+        found = self._found[group]
         if number not in group.kinds:
             used = group.used.get(number)
             return next((r for r in found.get(layer.rehearse(), []) if used in (None, r.used)), None)
@@ -156,5 +154,4 @@ class LayerInterceptor:
         for call in self.calls.values():
             call.region.graph = dataclasses.replace(call.region.graph, closure=())
             call.region.made = {}
-        self._modules = {}
         self._around.bundled.clear()

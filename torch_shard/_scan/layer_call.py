@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,11 +30,10 @@ from torch_shard._capture import (
     unknown_like,
 )
 from torch_shard._lowering import keeps_whole, missing_lowerings
-from torch_shard._scan.bundles import Bundle
 from torch_shard._scan.fingerprint import Fingerprint
 from torch_shard._scan.region import Call, Origin, Region, RegionFunction, UnknownResults
 from torch_shard._scan.restarts import LeftBehind, Restart
-from torch_shard._scan.siblings import CallKind, Siblings
+from torch_shard._scan.siblings import Bundle, Siblings
 from torch_shard._sharding import place_of
 
 
@@ -68,7 +67,7 @@ class LayerCall:
     def __init__(self, module: nn.Module, run: Callable[[], object], around: OuterCapture) -> None:
         self.module, self.run, self.grad = module, run, torch.is_grad_enabled()
         self._around = around
-        self.buffers = {name: b for name, b in module.named_buffers() if b is not None}
+        self.buffers = dict(module.named_buffers())
         self.parameters = list(module.parameters())
         self.record = Fingerprint()
         self.out: object = None
@@ -119,13 +118,13 @@ class LayerCall:
 
     def capture(self, group: Siblings, number: int) -> tuple[Hashable, Region] | None:
         """The record of the call and its region; None if that was refused."""
-        kind = group.kinds[number]
+        left = group.kinds[number]
         cotangents: list[torch.Tensor] = []
         found: list[Any] = []
 
         def run(*buffers: torch.Tensor) -> tuple[list[torch.Tensor], int]:
             key = self._key(self._forward(*buffers))
-            results = self._own_results(kind)
+            results = self._own_results(left)
             if _has_views(results, buffers):
                 self.record.refuse("it returns a view of what it was given, or two views of one tensor")
             flags = [r.requires_grad for r in results]
@@ -149,7 +148,8 @@ class LayerCall:
             return None
         key, flags, used, given, draws = found
         tensors = [(origin, i) for origin, i in inputs if origin != "cotangent"]
-        order = [tensors.index(("outside", self._outside(key))) for key in given]
+        outside = list(map(id, self.record.outside))
+        order = [tensors.index(("outside", outside.index(key))) for key in given]
         return key, Region(
             group=group,
             number=number,
@@ -158,7 +158,6 @@ class LayerCall:
             constants=self.record.constants,
             num_results=graph.aux,
             gradients=order,
-            flags=graph.modules,
             rules=self.record.rules,
             num_draws=draws,
             differentiable=flags,
@@ -180,9 +179,6 @@ class LayerCall:
             self.record.refuse("it reads .grad, or gradients land in it")
         return {key: grad for key, grad in zip(wanted, grads, strict=True) if grad is not None}
 
-    def _outside(self, key: int) -> int:
-        return next(i for i, t in enumerate(self.record.outside) if id(t) == key)
-
     def _inputs(self, graph: Captured[int], cotangents: list[torch.Tensor]) -> list[tuple[Origin, int]]:
         """The origin of each input of the graph."""
         if missing := missing_lowerings(graph.module):
@@ -201,11 +197,12 @@ class LayerCall:
         own: list[tuple[Origin, int]] = [("buffer", i) for i in range(len(self.buffers))]
         return [*own, *(origins[id(t)] for t in graph.closure if id(t) in origins)]
 
-    def _own_results(self, kind: CallKind) -> list[torch.Tensor]:
+    def _own_results(self, left: Sequence[int]) -> list[torch.Tensor]:
         """The tensors that the call has made and returns, or left for others, each once."""
         made = self.record.tensors()
-        leaves = [*torch_pytree.tree_leaves(self.out), *self.assigned.values(), *(made[n] for n in kind.left)]
-        return list({id(t): t for t in leaves if self.record.made(t)}.values())
+        leaves = [*torch_pytree.tree_leaves(self.out), *self.assigned.values(), *(made[n] for n in left)]
+        numbers = {id(t) for t in made.values()}
+        return list({id(t): t for t in leaves if id(t) in numbers}.values())
 
     def call(self, region: Region, number: int, path: str) -> tuple[Call, list[torch.Tensor]]:
         """The call as one of a region, and the arguments of its operator."""
@@ -213,25 +210,25 @@ class LayerCall:
         given = {"buffer": buffers, "outside": self.record.outside, "constant": region.constants}
         arguments: list[torch.Tensor] = []
         places: list[tuple[int, int | None]] = []
-        bundles: dict[int, Bundle] = {}
         at: dict[Bundle, int] = {}
         for kind, i in region.tensors:
-            tensor, member = given[kind][i], self._around.bundled.get(id(given[kind][i]))
-            if member is None or member.bundle not in at:
-                arguments.append(as_captured(tensor) if member is None else member.whole)
+            member = self._around.bundled.get(id(given[kind][i]))
             if member is None:
-                places.append((len(arguments) - 1, None))
+                places.append((len(arguments), None))
+                arguments.append(as_captured(given[kind][i]))
                 continue
-            position = at.setdefault(member.bundle, len(arguments) - 1)
-            bundles[position] = member.bundle
-            places.append((position, member.number))
+            if member.bundle not in at:
+                at[member.bundle] = len(arguments)
+                arguments.append(member.whole)
+            places.append((at[member.bundle], member.number))
+        bundles = {position: bundle for bundle, position in at.items()}
         place = current_values().skip_draws(region.num_draws)
         return Call(region, path, place, places, bundles, number, self._around.note), arguments
 
     def results(self, handle: int, region: Region, arguments: list[torch.Tensor]) -> object:
         """Result of the call: those of its operator in their places; new values of buffers are written."""
         outputs = RegionFunction.apply(handle, *arguments)
-        own = self._own_results(region.kind)
+        own = self._own_results(region.group.kinds[region.number])
         new = {id(fake): tensor for fake, tensor in self.passed}
         new |= dict(zip(map(id, own), outputs, strict=False))  # pyright: ignore[reportArgumentType]
         with torch.no_grad():
@@ -254,7 +251,7 @@ class LayerCall:
     def _used(self, region: Region, number: int) -> torch.Tensor:
         """A tensor for one that the call left behind and that somebody uses, which restarts the capture."""
         self._around.note(LeftBehind(region.group, region.number, number))
-        return _adopted(region.made[number])
+        return adopted(region.made[number])
 
     def unknown_results(self) -> object:
         """Result of the call in a capture that starts again: tensors of the same looks, without a graph."""
@@ -267,23 +264,21 @@ class LayerCall:
         if own:
             new |= dict(zip(map(id, own), UnknownResults.apply(own, *given), strict=True))  # pyright: ignore
         for fake in made:
-            leave(fake, functools.partial(_adopted, fake))
+            leave(fake, functools.partial(adopted, fake))
         return self._returned(new)
 
     def _returned(self, new: Mapping[int, torch.Tensor]) -> object:
         """Result of the call with the tensors of the capture of the whole."""
         for fake, tensor in self.passed:
             leave(fake, functools.partial(_itself, tensor))
-        return torch_pytree.tree_map(
-            lambda leaf: new.get(id(leaf), leaf), _replaced(self.out, new), is_leaf=lambda v: type(v) in _MUTABLE
-        )
+        return _replaced(self.out, new)
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _adopted(tensor: torch.Tensor) -> torch.Tensor:
+def adopted(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the capture under way that looks like one that has no meaning in it."""
     capture_mode = current_mode()
     assert capture_mode is not None
@@ -303,17 +298,11 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0][:200]
 
 
-@contextlib.contextmanager
-def saving_plainly() -> Iterator[None]:
+def saving_plainly() -> contextlib.AbstractContextManager[None]:
     """Hooks on saved tensors that are active around a layer see what the layer saves, not what happens in it."""
     if _autograd._top_saved_tensors_default_hooks(True) is None:
-        yield
-        return
-    _autograd._push_saved_tensors_default_hooks(lambda t: t, lambda t: t)
-    try:
-        yield
-    finally:
-        _autograd._pop_saved_tensors_default_hooks()
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
 
 
 _MUTABLE = (list, dict, collections.OrderedDict, collections.defaultdict)
@@ -321,11 +310,12 @@ _MUTABLE = (list, dict, collections.OrderedDict, collections.defaultdict)
 
 def _replaced(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
     """Tensors replaced by `id`: within lists and dicts in place, for forward may write to them."""
-    if isinstance(value, tuple):
-        items = [_replaced(item, new) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if type(value) is list:
-        value[:] = [_replaced(item, new) for item in value]
-    elif type(value) in _MUTABLE:
-        value.update({key: _replaced(item, new) for key, item in value.items()})
-    return new.get(id(value), value)
+
+    def replace(leaf: Any) -> Any:
+        if type(leaf) is list:
+            leaf[:] = [_replaced(item, new) for item in leaf]
+        elif type(leaf) in _MUTABLE:
+            leaf.update({key: _replaced(item, new) for key, item in leaf.items()})
+        return new.get(id(leaf), leaf)
+
+    return torch_pytree.tree_map(replace, value, is_leaf=lambda v: type(v) in _MUTABLE)

@@ -1,15 +1,16 @@
 """A layer's joint graph in two: the forward pass with what it saves, and the backward pass that reads it."""
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument
 
-from torch_shard._common.fx import depending_on, has_effect, operator_name, outputs_of
-from torch_shard._common.operator_families import PRODUCTS
-from torch_shard._scan.min_cut_residuals import min_cut_residuals
+from torch_shard._common.fx import aten_name, depending_on, has_effect, is_random, operator_name, outputs_of
+from torch_shard._common.operator_families import COPIES, DIM_VIEWS, FILLS, PRODUCTS, RESHAPES
 
 
 def _is_product(node: Node) -> bool:
@@ -31,15 +32,15 @@ class Halves:
     """The two passes of one layer.
 
     Attributes:
-        forward: `(*inputs) -> (*results, *new values of written inputs, *saved values)`.
-        backward: `(*saved inputs, *saved values, *cotangents) -> gradients`; None if there are none.
-        inputs: Numbers of the inputs that the backward pass reads, cotangents not counted.
-        num_saved: How many values are saved.
+        forward: `(*inputs) -> (*results, *new values of written inputs, *saved values, *saved inputs)`.
+        backward: `(*inputs at hand, *saved values, *saved inputs, *cotangents) -> gradients`; None if there are none.
+        at_hand: Numbers of the inputs that the backward pass takes from where the forward pass took them.
+        num_saved: How many values and inputs are saved.
     """
 
     forward: GraphModule
     backward: GraphModule | None
-    inputs: tuple[int, ...]
+    at_hand: tuple[int, ...]
     num_saved: int
 
 
@@ -50,7 +51,7 @@ def partition(
     num_results: int,
     num_outputs: int,
     remat: str,
-    at_hand: Collection[int] = (),
+    at_hand: Collection[int],
 ) -> Halves:
     """Split a joint graph.
 
@@ -62,24 +63,25 @@ def partition(
         remat: Which values are saved, "none" or a key of `SAVED`; the others are computed again.
         at_hand: Numbers of the inputs that the backward pass can read without their being saved.
     """
-    placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
-    cotangents = [n for n, is_one in zip(placeholders, is_cotangent, strict=True) if is_one]
-    inputs = [n for n, is_one in zip(placeholders, is_cotangent, strict=True) if not is_one]
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    cotangents = list(itertools.compress(placeholders, is_cotangent))
+    inputs = [n for n in placeholders if n not in cotangents]
     outputs = outputs_of(joint.graph)
     grads = outputs[num_results:num_outputs]
     if remat == "none":
         saved = min_cut_residuals(grads, set(cotangents), {inputs[number] for number in at_hand})
     else:
         saved = _saved(grads, set(cotangents), SAVED[remat])
-    values = [n for n in joint.graph.nodes if n in saved and n.op != "placeholder"]
-    results = [*outputs[:num_results], *outputs[num_outputs:], *values]
-    read = [n for n in inputs if n in saved]
+    there = tuple(number for number, n in enumerate(inputs) if n in saved and number in at_hand)
+    kept = [n for n in joint.graph.nodes if n in saved and n.op != "placeholder"]
+    kept += [n for number, n in enumerate(inputs) if n in saved and number not in at_hand]
     done = {n for n in joint.graph.nodes if has_effect(n)} - depending_on(cotangents)  # by the forward pass
+    read = [*(inputs[number] for number in there), *kept, *cotangents]
     return Halves(
-        forward=_extract(joint, inputs, results),
-        backward=_extract(joint, [*read, *values, *cotangents], grads, done) if grads else None,
-        inputs=tuple(inputs.index(n) for n in read),
-        num_saved=len(values),
+        forward=_extract(joint, inputs, [*outputs[:num_results], *outputs[num_outputs:], *kept]),
+        backward=_extract(joint, read, grads, done) if grads else None,
+        at_hand=there,
+        num_saved=len(kept),
     )
 
 
@@ -127,3 +129,65 @@ def _extract(
     module = GraphModule(joint, graph)
     module.graph.eliminate_dead_code()
     return module
+
+
+_AGAIN = COPIES | DIM_VIEWS | FILLS | {"arange", "_to_copy"}
+
+
+def min_cut_residuals(grads: Sequence[object], cotangents: Collection[Node], at_hand: Collection[Node]) -> set[Node]:
+    """The fewest bytes of the forward pass from which the rest is computed again elementwise, inputs among them.
+
+    It is a minimum cut. Values flow from what is there once the forward pass has run (inputs, and results of all but
+    elementwise operators and views) to what the backward pass reads, and each value may be cut at the price of its
+    bytes: of a cast the narrow side, of a chain of elementwise operators whichever of its values is smallest. Source:
+    the min-cut partitioner of functorch (He and Yu, "Transcending runtime-memory tradeoffs", MLSys 2023).
+    """
+    behind = depending_on(cotangents)
+    forward, read = _needed(grads, behind)
+    import networkx  # which takes a while
+
+    flow = networkx.DiGraph()
+    for node in forward:
+        flow.add_edge((node, "in"), (node, "out"), capacity=0 if node in at_hand else _num_bytes(node))
+        for source in () if _is_there(node) else node.all_input_nodes:
+            flow.add_edge((source, "out"), (node, "in"), capacity=math.inf)
+        if _is_there(node):
+            flow.add_edge("there", (node, "in"), capacity=math.inf)
+        if node in read:
+            flow.add_edge((node, "out"), "read", capacity=math.inf)
+    if "there" not in flow or "read" not in flow:
+        return set()
+    _, (before, after) = networkx.minimum_cut(flow, "there", "read")
+    return {node for node in forward if (node, "in") in before and (node, "out") in after}
+
+
+def _needed(grads: Sequence[object], behind: Collection[Node]) -> tuple[list[Node], set[Node]]:
+    """The values of the forward pass that gradients come from, and those that the backward pass itself reads."""
+    forward, read, seen = list[Node](), set[Node](), set[Node]()
+    todo = [node for node in grads if isinstance(node, Node)]
+    read |= {node for node in todo if node not in behind}
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node not in behind:
+            forward.append(node)
+        else:
+            read |= {source for source in node.all_input_nodes if source not in behind}
+        todo.extend(node.all_input_nodes)
+    return forward, read
+
+
+def _is_there(node: Node) -> bool:
+    """Tell whether a value is not computed again: inputs, and all that is more than elementwise."""
+    if node.op != "call_function":
+        return node.op == "placeholder"
+    if getattr(node.target, "__name__", "") == "getitem" or node.target in RESHAPES or aten_name(node) in _AGAIN:
+        return False
+    return is_random(node) or torch.Tag.pointwise not in getattr(node.target, "tags", ())
+
+
+def _num_bytes(node: Node) -> float:
+    value = node.meta.get("val")
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else math.inf

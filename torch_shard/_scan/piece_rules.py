@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils import _pytree as torch_pytree
 
-from torch_shard._common.fx import args_of, aten_name, shape_of
+from torch_shard._common.fx import args_of, aten_name, shape_of, target_of
 from torch_shard._common.operator_families import REDUCTIONS, RESHAPES, is_pointwise
 from torch_shard._lowering import CONSTRAINED, spec_apart
 from torch_shard._scan.dims import moved
@@ -62,28 +63,21 @@ def _constrained(builder: Builder, node: Node, args: Sequence[Any], named: Mappi
 
 
 def _pointwise(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> Value | None:
-    cuts = {value.cut for value in _values_in([args, named]) if isinstance(value, Apart)}
+    cuts = {value.cut for value in torch_pytree.tree_leaves((args, named)) if isinstance(value, Apart)}
     if len(cuts) != 1 or not isinstance(node.meta.get("val"), torch.Tensor):
         return None
     (cut,) = cuts
 
     def apart(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [apart(each) for each in value]
         if not isinstance(value, Node) or len(shape := shape_of(value)) < -cut[1]:
             return value.node if isinstance(value, Apart) else value
         num, dim = cut
         return builder.reshaped(node, value, cut_shape(shape, 1 if shape[dim] == 1 else num, dim))
 
-    found = builder.apart(node, node.target, tuple(map(apart, args)), cut)
-    found.node.kwargs = {name: apart(value) for name, value in named.items()}
+    positional, kwargs = torch_pytree.tree_map(apart, (tuple(args), named))
+    found = builder.apart(node, node.target, positional, cut)
+    found.node.kwargs = kwargs
     return found
-
-
-def _values_in(args: Any) -> list[Any]:
-    if isinstance(args, Mapping):
-        return _values_in(list(args.values()))
-    return [x for each in args for x in _values_in(each)] if isinstance(args, (list, tuple)) else [args]
 
 
 def _view(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> Value:
@@ -106,15 +100,9 @@ def _permute(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[s
 
 
 def _order(node: Node) -> list[int]:
-    """The order of dims that a node gives."""
+    """The order of dims that a node gives: that of sizes which are their numbers."""
     _, *rest = args_of(node)
-    ndim = len(shape_of(node))
-    if aten_name(node) == "permute":
-        return [dim % ndim for dim in rest[0]]
-    order = list(range(ndim))
-    first, second = (0, ndim - 1) if aten_name(node) == "t" else (dim % ndim for dim in rest)
-    order[first], order[second] = order[second], order[first]
-    return order
+    return list(target_of(node)(torch.empty(*range(len(shape_of(node))), device="meta"), *rest).shape)
 
 
 def _matmul(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> Value | None:

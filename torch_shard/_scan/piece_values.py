@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from torch_shard._common.fx import dtype_of, shape_of
+from torch_shard._common.fx import dtype_of, new_before, shape_of
 
 Cut = tuple[int, int]
 """Number of pieces, and the dim from the end."""
@@ -87,10 +87,8 @@ class Builder:
 
     def call(self, at: Node, target: Any, args: tuple[Any, ...], shape: tuple[int, ...], like: Node) -> Node:
         """A new node before `at`, of that shape, with the dtype of `like`."""
-        with at.graph.inserting_before(at):
-            node = at.graph.call_function(target, args)
-        notes = {name: value for name, value in at.meta.items() if not name.startswith("random_")}
-        node.meta = {**notes, "val": empty(shape, like)}
+        node = new_before(at, target, args, empty(shape, like))
+        node.meta = {name: value for name, value in node.meta.items() if not name.startswith("random_")}
         return node
 
     def apart(self, old: Node, target: Any, args: tuple[Any, ...], cut: Cut) -> Apart:

@@ -7,24 +7,91 @@ itself. For all other operators the pieces are put together, which is right, and
 
 A backward pass puts the gradients of the pieces together. That these are to stay apart is seen from what they are for:
 the gradient of an entry in pieces is followed back to where it is put together.
+
+How other entries are used is noted on the nodes.
 """
 
+import dataclasses
 import logging
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from jax.sharding import PartitionSpec
 from torch.fx import Graph, Node
 
+from torch_shard._capture import Captured
 from torch_shard._common.fx import args_of, aten_name, fill_in, is_random, operator_name, outputs_of, shape_of
 from torch_shard._common.operator_families import RESHAPES, is_pointwise
-from torch_shard._lowering import CONSTRAINED, own_of
+from torch_shard._lowering import CONSTRAINED, USED_AS, own_of
 from torch_shard._scan.piece_rules import PRODUCTS, TURNS, cut_in_view, filled, moved_to, rule_of
 from torch_shard._scan.piece_values import Apart, Builder, Cut, cut_shape, empty, node_of
-from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call
+from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call, Region
+from torch_shard._scan.siblings import GraphInput
+from torch_shard._sharding import Pieces
 
 logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class EntryNotes:
+    """What a plan says of the inputs and gradients of a capture, and of its repeated layers, by the names of entries.
+
+    Attributes:
+        cuts: Which are kept in how many pieces, along which dim from the end.
+        uses: How some are split where they are used.
+    """
+
+    cuts: Mapping[str, Cut]
+    uses: Mapping[str, PartitionSpec]
+
+    def put(self, captured: Captured[Any], calls: Mapping[int, Call]) -> None:
+        """Rewrite a loss, and its layers, for entries in pieces, and note on the nodes how others are used."""
+        if not self.cuts and not self.uses:
+            return
+        graph, named, trained = captured.module.graph, captured.aux.inputs, captured.aux.grads
+        given = dict(zip(graph.find_nodes(op="placeholder"), named, strict=False))
+        regions: dict[Region, list[str]] = {}
+        for node in graph.nodes:
+            if node.target is LAYER:
+                number, tensors = args_of(node)
+                call, arguments = calls[number], [given.get(tensor) for tensor in tensors]
+                names = [_name(arguments[i], member) for i, member in call.arguments]
+                regions.setdefault(call.region, names)
+        for region, names in regions.items():
+            self._put_on_layer(region, names)
+        inputs = {node: name for node, name in given.items() if isinstance(name, str)}
+        self._put(graph, inputs, {1 + at: name for at, name in enumerate(trained) if isinstance(name, str)}, calls)
+
+    def _put_on_layer(self, region: Region, names: Sequence[str]) -> None:
+        graph = region.graph.module.graph
+        nodes = zip(graph.find_nodes(op="placeholder"), region.inputs, strict=True)
+        tensors = [node for node, (kind, _) in nodes if kind != "cotangent"]
+        grads = {region.num_results + at: names[position] for at, position in enumerate(region.gradients)}
+        self._put(graph, dict(zip(tensors, names, strict=True)), grads, {})
+
+    def _put(
+        self, graph: Graph, inputs: Mapping[Node, str], grads: Mapping[int, str], calls: Mapping[int, Call]
+    ) -> None:
+        for node, name in inputs.items():
+            if name in self.uses:
+                node.meta[USED_AS] = self._use(name, len(shape_of(node)))
+        if self.cuts:
+            cuts = {node: self.cuts[name] for node, name in inputs.items() if name in self.cuts}
+            take_apart(graph, cuts, {at: self.cuts.get(name) for at, name in grads.items()}, calls)
+
+    def _use(self, name: str, ndim: int) -> PartitionSpec:
+        """How an entry is split in use, in the form in which a program takes it: each piece is split alike."""
+        spec = self.uses[name]
+        return Pieces(*self.cuts[name]).stored_spec(spec, ndim=ndim) if name in self.cuts else spec
+
+
+def _name(given: GraphInput | None, member: int | None) -> str:
+    """The name of an argument of a layer; empty for what is not an entry."""
+    if given is None or isinstance(given, str):
+        return given or ""
+    return "" if member is None else given.names[member]
 
 
 def take_apart(
@@ -144,14 +211,14 @@ def _wanted(graph: Graph, inputs: Mapping[Node, Cut], grads: Mapping[Any, Cut]) 
             for factor, dim, other, summed in ((left, -1, right, -2), (right, -2, left, -1)):
                 if factor in known and known[factor][1] == dim:
                     waiting.append((other, (known[factor][0], summed)))
-        elif len(node.all_input_nodes) == 1 and (source := node.all_input_nodes[0]) in known and _keeps_size(node):
+        elif (
+            len(node.all_input_nodes) == 1
+            and (source := node.all_input_nodes[0]) in known
+            and (is_pointwise(node) or node.target is CONSTRAINED or aten_name(node) in TURNS)
+        ):
             num, dim = known[source]
             known[node] = num, moved_to(node, source, dim) or dim
     return _followed(waiting)
-
-
-def _keeps_size(node: Node) -> bool:
-    return is_pointwise(node) or node.target is CONSTRAINED or aten_name(node) in TURNS
 
 
 def _followed(waiting: list[tuple[Node, Cut]]) -> dict[Node, Cut]:

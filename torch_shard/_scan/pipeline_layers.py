@@ -17,8 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torch_shard._common.dtypes import dtype_of_sums
 from torch_shard._lowering import RowSplit
 from torch_shard._scan.execute import Result, StackRow, iterate, places_of, stack_of
-from torch_shard._scan.instructions import Operand
-from torch_shard._scan.narrow import wide
+from torch_shard._scan.instructions import Operand, wide
 from torch_shard._scan.pipeline_parts import Row
 from torch_shard._scan.reroll import Loop
 from torch_shard._sharding import Stages
@@ -149,18 +148,19 @@ class Across:
             found = jnp.where(mine, x, jnp.zeros_like(x)).sum(0, dtype=x.dtype)
             if not found.ndim or found.shape[0] != self._num_rows or self._num_rows % rows.num_shards:
                 return found
-            axes = {0: self.wide_axes(rows.axes)}
+            axes = {0: self.wide_axes}
             if axes[0] == rows.axes and found.ndim > 2 and found.shape[1] % self.stages.num == 0:
                 axes[1] = (self.stages.axis,)
             return jax.lax.with_sharding_constraint(found, rows.along(axes, found.ndim))
 
         return jax.tree.map(taken, tree)
 
-    def wide_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+    @property
+    def wide_axes(self) -> tuple[str, ...]:
         """The axes of the rows, and that of the stages, if the rows of a microbatch divide."""
-        both = (*axes, self.stages.axis)
+        both = (*self.split.axes, self.stages.axis)
         size = math.prod(self._mesh.shape[axis] for axis in both)
-        return both if self._num_rows and self._num_rows % size == 0 else axes
+        return both if self._num_rows and self._num_rows % size == 0 else self.split.axes
 
     def where(self, stages: jax.Array, tree: Tree, other: Tree) -> Tree:
         """The first for these stages."""
@@ -174,11 +174,11 @@ class Across:
         order = self.stages.order(len(values))
         shape = (self.stages.num, self.stages.repeats, len(order) // (self.stages.num * self.stages.repeats))
         stack = _stack([values[at] for at in order])
-        return self.put(jax.tree.map(lambda x: jnp.moveaxis(x.reshape(*shape, *x.shape[1:]), 0, 2), stack), 2)
+        return self.put(jnp.moveaxis(stack.reshape(*shape, *stack.shape[1:]), 0, 2), 2)
 
-    def stored(self, tree: Tree) -> Tree:
+    def stored(self, stack: jax.Array) -> jax.Array:
         """The inverse, in the order in which layers are stored."""
-        return jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0).reshape(-1, *x.shape[3:]), tree)
+        return jnp.moveaxis(stack, 2, 0).reshape(-1, *stack.shape[3:])
 
 
 class LayerPass:
@@ -195,7 +195,9 @@ class LayerPass:
         fixed: Sequence[Each],
         keys: jax.Array,
     ) -> None:
-        self._loop, self.results, self.order, self._across = loop, results, order, across
+        self.loop, self.results, self.order, self._across = loop, results, order, across
+        self.firsts = [first for first, _, _ in loop.carries]
+        """What enters the first stage."""
         self._each, self._fixed, self._keys = each, fixed, keys
         stages = order.stages
         self._num = len(loop.iterations) // (stages.num * stages.repeats)
@@ -209,23 +211,20 @@ class LayerPass:
         """What it reads of what is made as microbatches go."""
         return list(dict.fromkeys(each.late for each in (*self._each, *self._fixed) if each.late is not None))
 
+    def saved(self, state: "PassState") -> dict[Row | Late, Tree]:
+        """What it has made, by result."""
+        return dict[Row | Late, Tree](zip(self.results, state.results, strict=True))
+
     def start(self, first: list[Tree], saved: Saved) -> "PassState":
         """What is there before the first tick, given what enters, and what the backward pass reads."""
         stages, order = self.order.stages, self.order
-        flow = self._across.put(
-            jax.tree.map(lambda x: jnp.zeros((stages.num, *x.shape), x.dtype), first), has_rows=True
-        )
-        wait = jax.tree.map(lambda x: jnp.zeros((order.num, *x.shape), x.dtype), flow)
+        flow = self._across.put(zeros(first, stages.num), has_rows=True)
+        wait = zeros(flow, order.num) if stages.repeats > 1 else []
         zero = jnp.zeros((), jnp.int32)
         made = jax.eval_shape(lambda: self._layer(flow, zero, self._work_at(zero), saved)[1])
-        lead = stages.repeats if self._loop.is_backward else order.slots
-
-        def empty(x: jax.ShapeDtypeStruct) -> jax.Array:
-            dtype = dtype_of_sums(x.dtype) if self._loop.is_backward else x.dtype
-            return jnp.zeros((lead, self._num, *x.shape), dtype)
-
-        results = self._across.put(jax.tree.map(empty, made), 2)
-        return PassState(flow, wait if stages.repeats > 1 else [], results)
+        lead = stages.repeats if self.loop.is_backward else order.slots
+        results = self._across.put(zeros(made, lead, self._num, is_sum=self.loop.is_backward), 2)
+        return PassState(flow, wait, results)
 
     def tick(
         self, tick: jax.Array, state: "PassState", first: list[Tree], saved: Saved
@@ -235,7 +234,7 @@ class LayerPass:
         enters = self._place == 0
         if wait:
             num, behind = self.order.num, tick - self.order.stages.num
-            wait = jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, behind % num, 0), wait, flow)
+            wait = write(wait, flow, behind % num)
             flow = self._across.where(enters, take(wait, tick % num), flow)
             enters &= tick < num
         flow, at = self._across.where(enters, first, flow), self._work_at(tick)
@@ -246,16 +245,16 @@ class LayerPass:
             handed, made = self._layer(carry[0], number, at, saved)
             return (handed, self._kept(carry[1], made, number, at)), None
 
-        with jax.named_scope("backward" if self._loop.is_backward else "forward"):
+        with jax.named_scope("backward" if self.loop.is_backward else "forward"):
             numbers = jnp.arange(self._num)
-            (outs, results), _ = jax.lax.scan(layer, (flow, state.results), numbers, reverse=self._loop.is_backward)
-        flow, outs = self._across.handed_on(outs, -1 if self._loop.is_backward else 1)
+            (outs, results), _ = jax.lax.scan(layer, (flow, state.results), numbers, reverse=self.loop.is_backward)
+        flow, outs = self._across.handed_on(outs, -1 if self.loop.is_backward else 1)
         return PassState(flow, wait, results), self._across.of(outs, self.last)
 
     def _work_at(self, tick: jax.Array) -> "Work":
         """On which microbatch, and which of their own layers, the stages work."""
         microbatch, turn, is_one = self.order.work(tick, self._place)
-        turn = self.order.stages.repeats - 1 - turn if self._loop.is_backward else turn
+        turn = self.order.stages.repeats - 1 - turn if self.loop.is_backward else turn
         return Work(tick, microbatch, turn, is_one, self.order.slot(microbatch, turn, self._across.iota))
 
     def _layer(self, flow: list[Tree], number: jax.Array, at: "Work", saved: Saved) -> tuple[list[Tree], list[Tree]]:
@@ -284,23 +283,23 @@ class LayerPass:
             flow: list[Tree], each: list[Tree], fixed: list[Tree], drawn: tuple[jax.Array, dict[int, Any]]
         ) -> Any:
             key, places = drawn
-            given = {"each": each, "fixed": fixed, "places": places}
-            handed, results = iterate(self._loop, self.results, key, flow, **given, split=self._across.split)
+            known = {"carry": flow, "each": each, "fixed": fixed}
+            handed, results = iterate(self.loop, self.results, key, known, places, self._across.split)
             return handed, list(map(wide, results))
 
         mapped = jax.vmap(stage, in_axes=(0, 0, axes, 0), spmd_axis_name=self.order.stages.axis)
         handed, results = mapped(flow, each, fixed, (self._keys[at.microbatch], places))
         return self._across.put(handed, has_rows=True), self._across.put(results)
 
-    def _in_round(self, tree: Tree, turn: jax.Array, number: jax.Array) -> Tree:
+    def _in_round(self, stack: jax.Array, turn: jax.Array, number: jax.Array) -> jax.Array:
         """The values of one layer of each stage, `(stages, ...)`."""
         if self.order.stages.repeats == 1:
-            return jax.tree.map(lambda x: take(x[0], number), tree)
-        return _per_stage(tree, 2, turn, number)
+            return take(stack[0], number)
+        return _per_stage(stack, 2, turn, number)
 
     def _kept(self, held: list[Tree], made: list[Tree], number: jax.Array, at: "Work") -> list[Tree]:
         """The results with those of one more layer of each stage."""
-        if not self._loop.is_backward:
+        if not self.loop.is_backward:
             slot, zero = (at.tick % self.order.slots).astype(number.dtype), jnp.zeros((), number.dtype)
 
             def write(x: jax.Array, new: jax.Array) -> jax.Array:
@@ -345,30 +344,38 @@ def take(tree: Tree, index: jax.Array) -> Tree:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
 
 
-def _per_stage(tree: Tree, dim: int | None, *index: jax.Array) -> Tree:
+def write(tree: Tree, new: Tree, index: jax.Array) -> Tree:
+    """`(num, ...)` with others at this index."""
+    return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, index, 0), tree, new)
+
+
+def zeros(tree: Tree, *lead: int, is_sum: bool = False) -> Tree:
+    """Zeros with these dims before those of arrays; as wide as sums of them are."""
+    return jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape), dtype_of_sums(x.dtype) if is_sum else x.dtype), tree)
+
+
+def _per_stage(stack: jax.Array, dim: int | None, *index: jax.Array) -> jax.Array:
     """For each stage one of its own values, `(stages, ...)`.
 
     Args:
-        tree: Of arrays.
-        dim: Which dim of the arrays has the stages, if one has.
+        stack: Of all.
+        dim: Which of its dims has the stages, if one has.
         *index: `(stages,)`, or a number for all, into the leading dims.
     """
 
     def one(x: jax.Array, *index: jax.Array) -> jax.Array:
         return x.at[index].get(mode="promise_in_bounds")
 
-    mapped = jax.vmap(one, in_axes=(dim, *(0 if at.ndim else None for at in index)))
-    return jax.tree.map(lambda x: mapped(x, *index), tree)
+    return jax.vmap(one, in_axes=(dim, *(0 if at.ndim else None for at in index)))(stack, *index)
 
 
-def _stack(values: Sequence[Result]) -> Tree:
+def _stack(values: Sequence[Result]) -> jax.Array:
     """Values as one array: without a copy, where they are rows of a stack at equal distances."""
     rows = [value for value in values if isinstance(value, StackRow) and value.stack is values[0].stack]
     if len(rows) == len(values) > 1:
         starts = [row.index for row in rows]
         apart = starts[1] - starts[0]
-        size = len(jax.tree.leaves(rows[0].stack)[0])
-        if starts == list(range(starts[0], size, apart)) and size == apart * len(rows):
-            at = starts[0]
-            return jax.tree.map(lambda x: x.reshape(len(rows), apart, *x.shape[1:])[:, at], rows[0].stack)
+        stack = rows[0].stack
+        if starts == list(range(starts[0], len(stack), apart)) and len(stack) == apart * len(rows):
+            return stack.reshape(len(rows), apart, *stack.shape[1:])[:, starts[0]]
     return stack_of(values)

@@ -13,7 +13,7 @@ import torch
 
 from torch_shard._common.caller import caller
 from torch_shard._scan.execute import operands_of, places_of, reads_of
-from torch_shard._scan.instructions import Instruction, Operand, Output, is_sum
+from torch_shard._scan.instructions import Instruction, Operand, Output
 from torch_shard._scan.reroll import Loop
 from torch_shard._scan.siblings import Siblings
 from torch_shard._sharding import ResolvedPlan, Stages, axes_of, describe_mesh
@@ -55,11 +55,11 @@ class Parts:
     summed: Sequence[Output]
 
     def __post_init__(self) -> None:
-        self._maker: dict[Instruction, str] = {}
-        for name in ("once", "before", "middle", "after", "tail"):
-            self._maker |= dict.fromkeys(made_by(getattr(self, name)), name)
-        for name, loop in (("forward", self.forward), ("backward", self.backward)):
-            self._maker |= dict.fromkeys(made_by([loop] if loop else []), name)
+        names = ("once", "before", "forward", "middle", "backward", "after", "tail")
+        self._maker = {instruction: name for name in names for instruction in made_by(self._items(name))}
+        loops = filter(None, (self.forward, self.backward))
+        layers = [(layer, span) for loop in loops for layer, span in enumerate(in_order(loop))]
+        self._layer = {each: (number, layer) for layer, span in layers for number, each in enumerate(span)}
         sums = operands_of(self.summed)
         read = dict.fromkeys(itertools.chain(*map(reads_of, self.tail)))
         self.sums = [v for v in dict.fromkeys([*sums, *read]) if self.maker(v) != "tail"]
@@ -70,11 +70,12 @@ class Parts:
         outputs = [*operands_of(self.given), *self.sums]
         read = [*self.reads("middle", "after", "tail"), *outputs, *self._read_there]
         of_layers = [v for v in dict.fromkeys(read) if self.maker(v) == "forward"]
-        lasts = {v: self.last_of(v, self.forward) for v in of_layers}
-        self.finals = {v: at for v, at in lasts.items() if at is not None}
+        self.finals = _lasts(of_layers, self.forward)
         """What leaves the last layer and others read, with its number among what layers hand on."""
         self.seen = [v for v in of_layers if v not in self.finals]
         """What others read of a layer but what it hands on at the end."""
+        self.made = list(dict.fromkeys([*self.saved, *self.rows_of(self.seen)]))
+        """The results of layers that are read, but what they hand on."""
         makers = ("middle", "forward")
         self.handed = [v for v in self._read_there if self.maker(v) in makers]
         """What the backward pass of the layers reads beside what they have saved."""
@@ -83,6 +84,11 @@ class Parts:
         ]
         """What comes after it reads, and outputs."""
         self.middle_sums = [v for v in self.sums if self.maker(v) in makers]
+        of_layers = [v for v in [*self.reads("after"), *self.sums] if self.maker(v) == "backward"]
+        self.ends = _lasts(of_layers, self.backward) if self.backward else {}
+        """What leaves the first layer on the way back, likewise."""
+        self.totals = self.rows_of(v for v in of_layers if v not in self.ends)
+        """What layers give there beside it, which is added up."""
         self._refuse_unknown()
 
     @property
@@ -94,51 +100,31 @@ class Parts:
         each = [values for values in loop.each if any(self.maker(v) != "forward" for v in values)]
         return list(dict.fromkeys([*(first for first, _, _ in loop.carries), *loop.fixed, *itertools.chain(*each)]))
 
-    @property
-    def backward_layers(self) -> list[list[Instruction]]:
-        """The instructions of each layer's backward pass, in the order of the layers."""
-        return in_order(self.backward) if self.backward else []
-
     def maker(self, value: Operand) -> str:
         """The part that makes a value; `input` for what is given."""
         return "input" if isinstance(value.source, int) else self._maker[value.source]
 
+    def _items(self, name: str) -> list[Item]:
+        part = getattr(self, name)
+        return part if isinstance(part, list) else [part] if part else []
+
     def reads(self, *names: str) -> list[Operand]:
         """All that these parts read."""
-        parts = {name: getattr(self, name) for name in names}
-        items = itertools.chain(*(part if isinstance(part, list) else [part] for part in parts.values() if part))
+        items = itertools.chain(*map(self._items, names))
         return list(dict.fromkeys(itertools.chain(*map(reads_of, items))))
 
-    def needed(self, makers: Iterable[str], readers: Iterable[str], outputs: Iterable[Operand] = ()) -> list[Operand]:
-        """What some parts make and others read, or that is an output."""
-        makers = set(makers)
-        return [v for v in dict.fromkeys([*self.reads(*readers), *outputs]) if self.maker(v) in makers]
+    def needed(self, maker: str, readers: Iterable[str], outputs: Iterable[Operand]) -> list[Operand]:
+        """What a part makes and others read, or that is an output."""
+        return [v for v in dict.fromkeys([*self.reads(*readers), *outputs]) if self.maker(v) == maker]
 
-    def row_of(self, value: Operand) -> tuple[Row, int] | None:
-        """Of what a layer makes: which of its results it is, and the number of the layer in order; else None."""
-        for loop in (self.forward, self.backward):
-            for number, span in enumerate(in_order(loop) if loop else ()):
-                if value.source in span:
-                    return (span.index(value.source), value.path), number
-        return None
-
-    def layer_of(self, value: Operand) -> tuple[Row, int]:
-        """The same of what a layer is known to make."""
-        found = self.row_of(value)
-        assert found is not None
-        return found
-
-    def last_of(self, value: Operand, loop: Loop) -> int | None:
-        """Which of the values that a loop hands on it is, at the end; None if it is none."""
-        final = loop.iterations[-1]
-        for at, (_, number, path) in enumerate(loop.carries):
-            if (final[number], path) == (value.source, value.path):
-                return at
-        return None
+    def row_of(self, value: Operand) -> tuple[Row, int]:
+        """Of what a layer makes: which of its results it is, and the number of the layer in order."""
+        number, layer = self._layer[value.source]  # pyright: ignore[reportArgumentType]
+        return (number, value.path), layer
 
     def rows_of(self, values: Iterable[Operand]) -> list[Row]:
         """Which results of layers these are."""
-        return list(dict.fromkeys(row for row, _ in filter(None, map(self.row_of, values))))
+        return list(dict.fromkeys(row for row, _ in map(self.row_of, values)))
 
     def _refuse_unknown(self) -> None:
         for value in operands_of(self.given):
@@ -148,10 +134,10 @@ class Parts:
             return
         for values in self.backward.each:
             rows = [self.row_of(v) for v in values[::-1] if self.maker(v) == "forward"]
-            if rows and [(rows[0] and rows[0][0], at) for at in range(len(values))] != rows:
+            if rows and [(rows[0][0], at) for at in range(len(values))] != rows:
                 raise NoPipeline("the backward pass of a layer reads what another layer has made")
         for value in self.reads("after"):
-            if self.maker(value) == "backward" and self.last_of(value, self.backward) is None:
+            if self.maker(value) == "backward" and value not in self.ends:
                 raise NoPipeline("something else than a sum is made of the gradient of one of its parameters")
 
 
@@ -161,17 +147,17 @@ def parts_of(
     summed: Sequence[Output],
     *,
     stages: Stages,
-    varies: Callable[[int], bool],
+    varying: Iterable[int],
 ) -> Parts:
-    """Take a loss apart."""
+    """Take a loss apart, some of whose inputs vary by microbatch."""
     forward, backward = _loops(items, stages, has_gradients=bool(summed))
     tail = _sums_at_the_end(items, given, summed)
     others = [item for item in items if item not in tail]
     at = others.index(forward)
     rest = others[at + 1 :]
     middle, after = (rest, []) if backward is None else (rest[: (b := rest.index(backward))], rest[b + 1 :])
-    early, after = _split_off(after, made_by([backward] if backward else []))
-    once, before = _alike(others[:at], varies)
+    early, after = _parted(after, made_by([backward] if backward else []))
+    once, before = _parted(others[:at], varying, _draws)
     return Parts(once, before, forward, [*middle, *early], backward, after, tail, given, summed)
 
 
@@ -186,13 +172,20 @@ def in_order(loop: Loop) -> list[list[Instruction]]:
     return loop.iterations[::-1] if loop.is_backward else loop.iterations
 
 
+def _lasts(values: Iterable[Operand], loop: Loop) -> dict[Operand, int]:
+    """Those of some values that a loop hands on at its end, and which of these they are."""
+    last = loop.iterations[-1]
+    handed = {Operand(last[number], path): at for at, (_, number, path) in enumerate(loop.carries)}
+    return {value: handed[value] for value in values if value in handed}
+
+
 def _loops(items: Sequence[Item], stages: Stages, *, has_gradients: bool) -> tuple[Loop, Loop | None]:
     """The loops over the layers, there and back."""
     loops = [item for item in items if isinstance(item, Loop)]
-    forward = next((loop for loop in loops if _own(loop, stages) == list(stages.layers)), None)
-    backward = next(
-        (loop for loop in loops if _own(loop, stages) == list(stages.layers[::-1]) and loop.is_backward), None
-    )
+    # Others may be between them, such as norms.
+    own = [(loop, tuple(path for path in loop.layers if path in stages.layers)) for loop in loops]
+    forward = next((loop for loop, layers in own if layers == stages.layers), None)
+    backward = next((loop for loop, layers in own if layers == stages.layers[::-1] and loop.is_backward), None)
     if forward is None or (backward is None and has_gradients):
         passes = "forward" if forward is None else "backward"
         raise NoPipeline(f"their {passes} passes are not one loop, in their order")
@@ -204,11 +197,6 @@ def _loops(items: Sequence[Item], stages: Stages, *, has_gradients: bool) -> tup
     return forward, backward
 
 
-def _own(loop: Loop, stages: Stages) -> list[str]:
-    """The layers of the stages in a loop, which may have others between them, such as norms."""
-    return [path for path in loop.layers if path in stages.layers]
-
-
 def _sums_at_the_end(items: Sequence[Item], given: Iterable[Output], summed: Iterable[Output]) -> list[Item]:
     """Sums of two gradients that nothing else reads."""
     readers: dict[object, list[Item]] = {}
@@ -218,18 +206,20 @@ def _sums_at_the_end(items: Sequence[Item], given: Iterable[Output], summed: Ite
     outputs, others = ({v.source for v in operands_of(part)} for part in (summed, given))
     tail: list[Item] = []
     for item in reversed(items):
-        if not isinstance(item, Instruction) or not is_sum(item) or item in others:
+        if not isinstance(item, Instruction) or not item.is_sum or item in others:
             continue
         if all(reader in tail for reader in readers.get(item, ())) and (item in outputs or item in readers):
             tail.insert(0, item)
     return tail
 
 
-def _split_off(items: Sequence[Item], made: Iterable[Instruction]) -> tuple[list[Item], list[Item]]:
-    """What needs nothing of these, and the others."""
-    late, early, rest = set(made), list[Item](), list[Item]()
+def _parted(
+    items: Sequence[Item], sources: Iterable[int | Instruction], begins: Callable[[Item], bool] = lambda item: False
+) -> tuple[list[Item], list[Item]]:
+    """What needs nothing of these sources, nor of what begins anew, and the others."""
+    late, early, rest = set(sources), list[Item](), list[Item]()
     for item in items:
-        if any(value.source in late for value in reads_of(item)):
+        if begins(item) or any(value.source in late for value in reads_of(item)):
             late.update(made_by([item]))
             rest.append(item)
         else:
@@ -237,22 +227,8 @@ def _split_off(items: Sequence[Item], made: Iterable[Instruction]) -> tuple[list
     return early, rest
 
 
-def _alike(items: Sequence[Item], varies: Callable[[int], bool]) -> tuple[list[Item], list[Item]]:
-    """What is the same for all microbatches, and the others."""
-    differ = set[Instruction]()
-
-    def differs(value: Operand) -> bool:
-        return varies(value.source) if isinstance(value.source, int) else value.source in differ
-
-    once, each = list[Item](), list[Item]()
-    for item in items:
-        draws = bool(places_of(item)) if isinstance(item, Loop) else item.place is not None
-        if draws or any(map(differs, reads_of(item))):
-            differ.update(made_by([item]))
-            each.append(item)
-        else:
-            once.append(item)
-    return once, each
+def _draws(item: Item) -> bool:
+    return bool(places_of(item)) if isinstance(item, Loop) else item.place is not None
 
 
 def find_stages(

@@ -9,18 +9,18 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from torch.fx import Node
 
-from torch_shard._capture import Captured, ModuleFlags, read_by
+from torch_shard._capture import Captured, read_by
 from torch_shard._common.fx import depending_on, outputs_of
-from torch_shard._scan.bundles import Bundle
 from torch_shard._scan.restarts import Refused, Restart
-from torch_shard._scan.siblings import CallKind, Siblings
+from torch_shard._scan.siblings import Bundle, Siblings
 
 Origin = Literal["buffer", "outside", "constant", "cotangent"]
 """The origin of an input of a region."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Region:
     """One captured layer, forward and backward.
 
@@ -33,7 +33,6 @@ class Region:
         num_results: How many results the layer has; new values of buffers that it assigned are
             among them, and what it left behind.
         gradients: For each gradient, the number of the input that it belongs to, cotangents not counted.
-        flags: Modules that ran.
         rules: What the backward passes of its `autograd.Function`s read from outside.
         num_draws: How many random operators it has.
         differentiable: Which results require a gradient.
@@ -49,18 +48,12 @@ class Region:
     constants: list[torch.Tensor]
     num_results: int
     gradients: list[int]
-    flags: ModuleFlags
     rules: dict[type[torch.autograd.Function], tuple[Hashable, ...]]
     num_draws: int
     differentiable: list[bool]
     used: tuple[bool, ...]
     remat: bool = False
     made: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
-
-    @property
-    def kind(self) -> CallKind:
-        """Knowledge about its calls."""
-        return self.group.kinds[self.number]
 
     @property
     def tensors(self) -> list[tuple[Origin, int]]:
@@ -70,22 +63,21 @@ class Region:
     @property
     def fakes(self) -> list[torch.Tensor]:
         """Fakes of the outputs of the graph."""
-        return [node.meta["val"] for node in self.graph.module.graph.output_node().args[0]]  # pyright: ignore
+        return [node.meta["val"] for node in outputs_of(self.graph.module.graph)]
 
     @property
-    def results(self) -> list[torch.Tensor]:
-        """Fakes of what the forward pass gives: results, and new values of buffers written in place."""
-        fakes = self.fakes
-        return fakes[: self.num_results] + fakes[self.graph.num_outputs :]
+    def results(self) -> list[Node]:
+        """What the forward pass gives: results, and new values of buffers written in place."""
+        outputs = outputs_of(self.graph.module.graph)
+        return outputs[: self.num_results] + outputs[self.graph.num_outputs :]
 
     def reached(self, present: Iterable[bool]) -> list[bool]:
         """Tell of each gradient whether it depends on cotangents, of which some are absent."""
-        nodes = [node for node in self.graph.module.graph.nodes if node.op == "placeholder"]
-        cotangents = [node for node, (kind, _) in zip(nodes, self.inputs, strict=True) if kind == "cotangent"]
+        graph = self.graph.module.graph
+        nodes = zip(graph.find_nodes(op="placeholder"), self.inputs, strict=True)
+        cotangents = [node for node, (kind, _) in nodes if kind == "cotangent"]
         chosen = depending_on(itertools.compress(cotangents, present))
-        return [
-            node in chosen for node in outputs_of(self.graph.module.graph)[self.num_results : self.graph.num_outputs]
-        ]
+        return [node in chosen for node in outputs_of(graph)[self.num_results : self.graph.num_outputs]]
 
 
 @dataclasses.dataclass(eq=False)
@@ -130,7 +122,10 @@ class Call:
         seen = tuple(grad is not None for grad, _ in results)
         self.used = seen if self.used is None else tuple(map(operator.or_, seen, self.used))
         chosen = itertools.compress(results, self.region.used)
-        return [(_zeros(fake), False) if grad is None else (grad, True) for grad, fake in chosen]
+        return [
+            (torch.zeros(fake.shape, dtype=fake.dtype, device="cpu"), False) if grad is None else (grad, True)
+            for grad, fake in chosen
+        ]
 
 
 CALLS: "weakref.WeakValueDictionary[int, Call]" = weakref.WeakValueDictionary()
@@ -146,7 +141,7 @@ torch.library.define("torch_shard::layer_backward", "(int call, Tensor token, Te
 
 @torch.library.register_fake("torch_shard::layer")
 def _layer_shapes(call: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [*(_like(fake) for fake in CALLS[call].region.results), torch.empty(0, device="cpu")]
+    return [*(_like(node.meta["val"]) for node in CALLS[call].region.results), torch.empty(0, device="cpu")]
 
 
 @torch.library.register_fake("torch_shard::layer_backward")
@@ -160,10 +155,6 @@ def _gradient_shapes(call: int, token: torch.Tensor, grads: list[torch.Tensor]) 
 
 
 LAYER, LAYER_BACKWARD = torch.ops.torch_shard.layer.default, torch.ops.torch_shard.layer_backward.default
-
-
-def _zeros(fake: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(fake.shape, dtype=fake.dtype, device="cpu")
 
 
 def _like(fake: torch.Tensor) -> torch.Tensor:
@@ -205,7 +196,7 @@ class RegionFunction(torch.autograd.Function):
         if not all(given for _, given in chosen):  # autograd has no gradient where no path leads, rather than zeros
             reached = call.region.reached(given for _, given in chosen)
             grads = {i: g for i, g in grads.items() if any(reached[n] for n in call.gradients[i].values())}
-        return None, *(grads.get(argument) for argument in range(1 + max((i for i, _ in call.arguments), default=-1)))
+        return None, *(grads.get(argument) for argument in range(len(ctx.needs_input_grad) - 1))
 
 
 class UnknownResults(torch.autograd.Function):

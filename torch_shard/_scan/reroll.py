@@ -90,14 +90,13 @@ def reroll(instructions: list[Instruction]) -> list[Instruction | Loop]:
         if all(stop <= start or end <= first for start, (end, _) in loops.items()):
             loops[first] = stop, loop
     result: list[Instruction | Loop] = []
-    i = 0
-    while i < len(instructions):
+    end = 0
+    for i, instruction in enumerate(instructions):
         if i in loops:
-            i, loop = loops[i]
+            end, loop = loops[i]
             result.append(loop)
-        else:
-            result.append(instructions[i])
-            i += 1
+        elif i >= end:
+            result.append(instruction)
     return result
 
 
@@ -126,12 +125,9 @@ def _alike(instructions: list[Instruction], starts: list[int], length: int) -> l
     spans = []
     for number, start in enumerate(starts):
         span = instructions[start : start + length]
-        expected = starts[0] + number * length
-        if start != expected or len(span) < length:
-            break
-        if any(a.kind != b.kind for a, b in zip(span, instructions[starts[0] : starts[0] + length], strict=True)):
-            break
         spans.append(span)
+        if start != starts[0] + number * length or [i.kind for i in span] != [i.kind for i in spans[0]]:
+            return spans[:-1]
     return spans
 
 
@@ -171,7 +167,10 @@ class _Proof:
             ),
             "each": lambda q, v: self._is_before(v),
         }
-        lengths: dict[SourceKind, int] = {kind: _prefix(values, test) for kind, test in holds.items()}
+        lengths: dict[SourceKind, int] = {
+            kind: sum(itertools.takewhile(bool, itertools.starmap(test, enumerate(values))))
+            for kind, test in holds.items()
+        }
         kind = max(lengths, key=lambda k: lengths[k])  # the first of those that hold longest
         self.holds = max(1, min(self.holds, lengths[kind]))
         if kind == "own":
@@ -189,10 +188,6 @@ class _Proof:
     def _is_before(self, value: Operand) -> bool:
         """Tell whether a value is known before the loop starts."""
         return isinstance(value.source, int) or self._order[value.source] < self._start
-
-
-def _prefix(values: tuple[Operand, ...], test: Callable[[int, Operand], bool]) -> int:
-    return sum(1 for _ in itertools.takewhile(lambda pair: test(*pair), enumerate(values)))
 
 
 def _index(known: dict[Item, int], item: Item) -> int:

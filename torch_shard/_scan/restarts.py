@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torch_shard._scan.siblings import CallKind, Siblings
+from torch_shard._scan.siblings import Siblings
 
 
 class Restart(abc.ABC):
@@ -46,7 +46,7 @@ class NewKind(Restart):
 
     def learn(self, groups: list[Siblings]) -> None:
         """Let it begin a kind of its own."""
-        self.group.add_kind(self.number, CallKind())
+        self.group.add_kind(self.number)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +75,7 @@ class LeftBehind(Restart):
 
     def learn(self, groups: list[Siblings]) -> None:
         """Let it be another result."""
-        kinds = self.group.kinds
-        kinds[self.call] = CallKind(left=(*kinds[self.call].left, self.number))
+        self.group.kinds[self.call] += (self.number,)
         self.group.used.clear()  # there are more results now
 
 
@@ -108,9 +107,9 @@ class Unused(Restart):
 
     def learn(self, groups: list[Siblings]) -> None:
         """Let the others have no cotangents; calls that differ in this are different programs."""
-        known = {(id(group), first, used) for group, number, first, used in self.calls if number == first}
+        known = {(group, first, used) for group, number, first, used in self.calls if number == first}
         for group, number, first, used in self.calls:
             group.used[number] = used
-            if (kind := (id(group), first, used)) not in known:
+            if (kind := (group, first, used)) not in known:
                 known.add(kind)
                 group.add_kind(number, group.kinds[first])

@@ -11,7 +11,7 @@ from torch.fx import Node
 from torch_shard._capture.trace import Spec, capture
 from torch_shard._common.fx import depending_on, outputs_of
 from torch_shard._lowering.ops import keeps_whole
-from torch_shard._scan.min_cut_residuals import _is_there, _num_bytes, min_cut_residuals
+from torch_shard._scan.partition import _is_there, _num_bytes, min_cut_residuals
 
 
 def gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
