@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from torch_shard._common.dtypes import dtype_of_sums
 from torch_shard._lowering.ops.attention_balance import chunks_of, exchanged, pairs_of, why_unbalanced
-from torch_shard._lowering.ops.attention_blocks import in_blocks, in_blocks_backward, wide
+from torch_shard._lowering.ops.attention_blocks import in_blocks, in_blocks_backward
 from torch_shard._lowering.ops.attention_kernels import kernel_on_mesh
 from torch_shard._lowering.ops.dropout import KeptWeights
 from torch_shard._lowering.rows import RowSplit
@@ -232,7 +233,7 @@ class OnMesh:
         of_keys = self._starts((device - step) % self._num, k.shape[3])
         for queries, keys in pairs:
             is_own = not step and isinstance(queries, int)
-            about = {"start": (of_queries[queries], of_keys[keys]), "dtype": wide(q.dtype)}
+            about = {"start": (of_queries[queries], of_keys[keys]), "dtype": dtype_of_sums(q.dtype)}
             yield queries, keys, is_own, about | {"band": band if is_own else (None, None)}
 
     def _in_turn(self, *values):
@@ -249,7 +250,7 @@ class OnMesh:
 
     def _ring(self, tensors, segments, sinks, seed, extra):
         (q, k, v), segments = self._chunked(*tensors), self._chunked(*segments, dim=1)
-        dtype = wide(q.dtype)
+        dtype = dtype_of_sums(q.dtype)
         totals = jnp.full(q.shape[:-1], jnp.finfo(dtype).min, dtype)
         totals = jnp.maximum(totals, sinks[0].astype(dtype)[:, None]) if sinks else totals
         outs, held = jnp.zeros((*q.shape[:-1], v.shape[-1]), dtype), (k, v, segments[1:])
@@ -267,7 +268,7 @@ class OnMesh:
 
     def _ring_back(self, tensors, segments, sinks, seed, extra):
         (grad, q, k, v, *results), segments = self._chunked(*tensors), self._chunked(*segments, dim=1)
-        dtype = wide(q.dtype)
+        dtype = dtype_of_sums(q.dtype)
         held, sums = (k, v, segments[1:]), (jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype))
         of_q, of_sinks = jnp.zeros(q.shape, dtype), [jnp.zeros(sink.shape, dtype) for sink in sinks]
         for step in range(self._num):

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from torch_shard._common.dtypes import widened
 from torch_shard._lowering.rows import RowSplit
 
 RAGGED = ("tpu", "cuda", "rocm", "gpu")
@@ -157,10 +158,9 @@ class Route:
         out = _unwritten((len(self.token), *values.shape[1:]), values.dtype)
         places = jnp.arange(peers, dtype=jnp.int32) * num_tokens
         found = self._exchanged(values, out, places, self.received, starts, self.sent, num_tokens)
-        wide = jnp.promote_types(values.dtype, jnp.float32)
         rows = jnp.where(self.is_first, self.row, 0)
         mask = self.is_first.reshape(*rows.shape, *(1 for _ in values.shape[1:]))
-        return jnp.sum(jnp.where(mask, found[rows].astype(wide), 0), axis=1).astype(values.dtype)
+        return jnp.sum(jnp.where(mask, widened(found[rows]), 0), axis=1).astype(values.dtype)
 
     def _exchanged(
         self,
