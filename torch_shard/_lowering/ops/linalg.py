@@ -80,17 +80,13 @@ def lu_unpack(packed, pivots, unpack_data=True, unpack_pivots=True):
 
 @lowers(aten.linalg_lu_factor_ex.default)
 def linalg_lu_factor_ex(x, *, pivot=True, check_errors=False):
-    _need_pivot(pivot)
+    if not pivot:
+        raise NotImplementedError("An LU factorisation with pivot=False has no lowering to JAX; leave pivot=True.")
     packed, pivots, _ = linalg.lu(x)
     diagonal = jnp.diagonal(packed, axis1=-2, axis2=-1)
     singular = diagonal == 0
     info = jnp.where(jnp.any(singular, -1), jnp.argmax(singular, -1) + 1, 0) if diagonal.shape[-1] else 0
     return packed, pivots + 1, jnp.broadcast_to(info, x.shape[:-2]).astype(jnp.int32)
-
-
-def _need_pivot(pivot):
-    if not pivot:
-        raise NotImplementedError("An LU factorisation with pivot=False has no lowering to JAX; leave pivot=True.")
 
 
 @lowers(aten.linalg_lu.default)
