@@ -108,14 +108,9 @@ class Slots:
     block: int
     expected: float
 
-    @property
-    def are_here(self) -> jax.Array:
-        """Of each slot, whether its expert is here, (T, K)."""
-        return self.place < self.ends[-1]
-
     def read(self, sorted_values: jax.Array) -> jax.Array:
         """`(T, K, ...)` of what was written in order; zero where the expert is not here."""
-        here = self.are_here.reshape(self.place.shape + (1,) * (sorted_values.ndim - 1))
+        here = (self.place < self.ends[-1]).reshape(self.place.shape + (1,) * (sorted_values.ndim - 1))
         return jnp.where(here, sorted_values[self.place], 0)
 
 

@@ -145,7 +145,7 @@ class Route:
         Rows that nobody sent are zero: whoever multiplies them by zero must not find NaN.
         """
         num_tokens, peers = len(values), self.exchange.num_peers
-        at = jnp.full(peers, _place(self.exchange) * num_tokens, jnp.int32)
+        at = jnp.full(peers, lax.axis_index(self.exchange.via) * num_tokens, jnp.int32)
         starts, out = _starts(self.sent), _unwritten((peers * num_tokens, *values.shape[1:]), values.dtype)
         found = self._exchanged(values[self.token], out, starts, self.sent, at, self.received, num_tokens)
         is_written = self.is_written.reshape(-1, *(1 for _ in values.shape[1:]))
@@ -212,10 +212,6 @@ def find_route(exchange: Exchange, ids_TK: jax.Array, num_here: int) -> Route:
 
 def _starts(counts: jax.Array) -> jax.Array:
     return jnp.cumsum(counts) - counts
-
-
-def _place(exchange: Exchange) -> jax.Array:
-    return lax.axis_index(exchange.via)
 
 
 def _unwritten(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
