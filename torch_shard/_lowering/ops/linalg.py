@@ -167,23 +167,6 @@ def linalg_pinv(x, *, atol=None, rtol=None, hermitian=False):
     return (right * inverse[..., None, :].astype(x.dtype)) @ _adjoint(left)
 
 
-@lowers(aten.linalg_lstsq.default)
-def linalg_lstsq(x, b, rcond=None, *, driver=None):
-    """Returns `(solution, residuals, rank, singular values)`, the last three as PyTorch's driver leaves them."""
-    rows, columns = x.shape[-2:]
-    is_vector = b.ndim == 1 or (x.ndim - 1 == b.ndim and b.shape == x.shape[:-1])
-    b = b[..., None] if is_vector else b
-    cutoff = rcond if rcond is not None else float(jnp.finfo(x.dtype).eps) * max(rows, columns)
-    values = jnp.linalg.svd(x, compute_uv=False)
-    rank = jnp.sum(values > cutoff * jnp.max(values, -1, keepdims=True, initial=0), -1)
-    solution = linalg_pinv(x, rtol=jnp.asarray(cutoff, values.dtype)) @ b
-    full_rank = rows > columns and driver != "gelsy"
-    misfit = jnp.sum(jnp.square(jnp.abs(x @ solution - b)), -2) if full_rank else jnp.zeros((0,))
-    has_rank, has_values = driver in (None, "gelsy", "gelsd", "gelss"), driver in ("gelsd", "gelss")
-    solution = solution[..., 0] if is_vector else solution
-    return solution, misfit, rank if has_rank else jnp.zeros((0,)), values if has_values else jnp.zeros((0,))
-
-
 lowers(aten._linalg_eigvals.default)(jnp.linalg.eigvals)
 
 
