@@ -163,11 +163,6 @@ def efficientzerotensor(size, *, dtype=None):
 lowers(aten._neg_view.default)(jnp.negative)
 
 
-@lowers(aten.resolve_conj.default, aten.resolve_neg.default)
-def resolve(x):
-    return x
-
-
 @lowers(aten.special_spherical_bessel_j0.default)
 def spherical_bessel_j0(x):
     x = _floating(x)
