@@ -14,7 +14,7 @@ import torch_shard as ts
 from torch_shard._cost.total import costs_of
 from torch_shard._lowering.ops import attention_balance, attention_context, attention_kernels
 from torch_shard._lowering.ops.attention_blocks import in_blocks, in_blocks_backward
-from torch_shard._lowering.ops.attention_context import Weights, on_mesh
+from torch_shard._lowering.ops.attention_context import on_mesh
 from torch_shard._lowering.ops.attention_kernels import _splash_kernel, kernel_on_mesh
 from torch_shard._lowering.ops.dropout import KeptWeights
 from torch_shard._lowering.rows import RowSplit
@@ -74,10 +74,10 @@ def on_devices(case: Case) -> Callable[..., Any]:
     rows = RowSplit(
         mesh, tuple(axis for axis in ("batch",) if axis in case.sizes), context=ts.Context("context", case.mode)
     )
-    weights = Weights(0.3, case.band, case.cap, case.dropout)
+    about = {"scale": 0.3, "band": case.band, "cap": case.cap}
 
     def run(grad: Any, qkv: tuple[Any, Any, Any], segments: Any, sinks: Any, seed: Any) -> Any:
-        attention = on_mesh(qkv, segments, sinks, weights, rows)
+        attention = on_mesh(qkv, segments, sinks, about, case.dropout, rows)
         assert attention is not None
         out, total = attention.forward(*qkv, segments, sinks, seed if case.dropout else ())
         saved = (*qkv, out, total)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import pytest
 import torch
+import torch.nn.functional as F
 
 import torch_shard as ts
 
@@ -59,6 +60,9 @@ CASTS: dict[str, Callable[[], torch.Tensor]] = {
     "mean of short numbers": lambda: torch.full((4,), 60000.0, dtype=torch.float16).mean(),
     "mean of whole numbers": lambda: torch.full((3,), 200, dtype=torch.uint8).mean(dtype=torch.float32),
     "cumsum in a dtype": lambda: torch.full((3,), 200, dtype=torch.uint8).cumsum(0, dtype=torch.float32),
+    "bytes, resampled": lambda: F.interpolate(
+        torch.full((1, 1, 4, 4), 200, dtype=torch.uint8), size=3, mode="bicubic", antialias=True
+    ),
     "sum of bools": lambda: torch.tensor([True, False]) + torch.tensor([True, False]),
 }
 

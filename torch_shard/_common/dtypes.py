@@ -19,8 +19,13 @@ _JAX_TO_TORCH = {j: t for t, j in _TORCH_TO_JAX.items()}
 
 
 def dtype_of_sums(dtype: np.dtype) -> np.dtype:
-    """The dtype that gradients and losses of microbatches, or blocks of rows, are added up in: float32 at least."""
+    """The dtype that values are added up in, and scores are computed in: float32 at least."""
     return jnp.promote_types(dtype, jnp.float32)
+
+
+def widened(x: jax.Array) -> jax.Array:
+    """An array in the dtype of its sums, in which torch computes what is narrower."""
+    return x.astype(dtype_of_sums(x.dtype))
 
 
 def jax_dtype(dtype: torch.dtype) -> np.dtype:

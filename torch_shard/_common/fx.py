@@ -1,10 +1,10 @@
 """Reading FX graphs: their nodes' arguments and outputs, which PyTorch types as anything."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument
 
 from torch_shard._common.types import Operator
@@ -39,6 +39,19 @@ def is_random(node: Node) -> bool:
 def has_effect(node: Node) -> bool:
     """Tell whether a node does something besides its results, such as printing."""
     return operator_name(node) == "call_for_effect"
+
+
+def notes_of(node: Node) -> dict[str, str]:
+    """What a capture has noted of a node: its pass, the path of its module, its source line, ..."""
+    return node.meta.get("custom", {})
+
+
+def forward_nodes(graphs: Iterable[tuple[str, GraphModule]]) -> Iterator[tuple[str, Node]]:
+    """The nodes of the forward passes of graphs that belong to modules, with the path of their own module."""
+    for path, graph in graphs:
+        for node in graph.graph.nodes:
+            if notes_of(node).get("pass") != "backward":
+                yield ".".join(filter(None, (path, notes_of(node).get("module")))) or "the loss", node
 
 
 def outputs_of(graph: Graph) -> list[Any]:

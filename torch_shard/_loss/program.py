@@ -145,8 +145,10 @@ class LossProgram:
     def report(self) -> list[str]:
         """Lines that say which layers are loops, and how attention, experts and the user's own functions run."""
         lines = [*report(self.captured.groups, self.rolled), *report_own(graph for _, graph in self._graphs)]
-        makers = (report_context, report_attention, report_experts) if self.rows is not None else ()
-        return [*lines, *(line for make in makers for line in make(self._graphs, self.rows))]
+        if self.rows is not None:
+            for make in (report_context, report_attention, report_experts):
+                lines += make(self._graphs, self.rows)
+        return lines
 
     def look_again(self, values: HostValues) -> None:
         """Capture the loss once more, and refuse it if it is another one now.

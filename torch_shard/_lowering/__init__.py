@@ -11,7 +11,6 @@ from torch_shard._lowering.interpreter import (
     lower,
     matmul_precision,
     missing_lowerings,
-    missing_lowerings_of,
     operation,
     place_of,
 )

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from torch.fx import GraphModule, Node
 
-from torch_shard._common.fx import operator_name, shape_of, sources_of
+from torch_shard._common.fx import notes_of, operator_name, shape_of, sources_of
 from torch_shard._common.printed import InNotebooks, printed, starred
 from torch_shard._lowering.constraints import RESULT, Constraint, constraints_of
 from torch_shard._lowering.rows import RowSplit
@@ -126,7 +126,7 @@ def constrained_values(graphs: Iterable[tuple[str, GraphModule]], split: RowSpli
 
 
 def _value(path: str, node: Node, at: int, constraint: Constraint) -> ConstrainedValue:
-    notes: dict[str, Any] = node.meta.get("custom", {})
+    notes = notes_of(node)
     module = ".".join(filter(None, (path, notes.get("module"))))
     own = node if at == RESULT else sources_of(node)[at]
     what = _name(node) if at == RESULT else f"{_name(node)} takes {_name(own)}"

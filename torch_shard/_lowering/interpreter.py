@@ -1,6 +1,5 @@
 """An ATen graph as a function of JAX arrays: each node by its lowering, each result checked against the fake one."""
 
-import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -12,12 +11,12 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._common.dtypes import jax_dtype, torch_dtype
-from torch_shard._common.fx import args_of, fill_in, outputs_of, sources_of, target_of
+from torch_shard._common.fx import args_of, fill_in, notes_of, outputs_of, sources_of, target_of
 from torch_shard._common.random import Key, fold_axes
 from torch_shard._common.types import PyTree
 from torch_shard._lowering.constraints import RESULT, constraints_of, laid
 from torch_shard._lowering.ops import ON_MESH, RANDOM, STORAGE_KWARGS, find_lowering, refuse_generator
-from torch_shard._lowering.own import Own, own_of
+from torch_shard._lowering.own import own_of
 from torch_shard._lowering.rows import RowSplit
 
 Lowered = Callable[..., list[PyTree]]
@@ -26,12 +25,7 @@ Place = int | jax.Array | None
 """Place of an operator in the stream of random numbers; None if it draws none, or is given the key of its place."""
 
 
-def missing_lowerings(graph: GraphModule) -> list[Node]:
-    """The nodes that have no lowering, first of each operator."""
-    return missing_lowerings_of(graph.graph.nodes)
-
-
-def missing_lowerings_of(nodes: Iterable[Node]) -> list[Node]:
+def missing_lowerings(nodes: Iterable[Node]) -> list[Node]:
     """Nodes without a lowering, the first of each operator."""
     found: dict[object, Node] = {}
     for node in nodes:
@@ -107,7 +101,10 @@ def operation(node: Node) -> Operate:
     target, own, fake = target_of(node), own_of(node), node.meta.get("val")
     lowering = find_lowering(target)
     assert lowering is not None, target
-    _check(node, own)
+    if own is None:
+        refuse_generator(target, dict(node.kwargs))
+    if target in _STRIDED:
+        _refuse_strides(node)
     kept = {name: value for name, value in node.kwargs.items() if own or name not in STORAGE_KWARGS}
     static_args, kwargs = torch_pytree.tree_map_only(torch.dtype, _narrow, (tuple(node.args), kept))
     exact, drawn, scope = exact_integers(target, fake), _draws(node), _scope_of(node)
@@ -127,13 +124,6 @@ def operation(node: Node) -> Operate:
     return operate
 
 
-def _check(node: Node, own: Own | None) -> None:
-    if own is None:
-        refuse_generator(target_of(node), dict(node.kwargs))
-    if node.target in _STRIDED:
-        _refuse_strides(node)
-
-
 def _draws(node: Node) -> Callable[[Key, Place], tuple[jax.Array, ...]]:
     """What gives a node its random key, first of its arguments, if it draws."""
     target, axes = target_of(node), node.meta.get("random_axes", ())
@@ -148,7 +138,7 @@ def _draws(node: Node) -> Callable[[Key, Place], tuple[jax.Array, ...]]:
 
 
 def _scope_of(node: Node) -> str:
-    notes: dict[str, str] = node.meta.get("custom", {})
+    notes = notes_of(node)
     return "/".join(filter(None, (notes.get("pass"), notes.get("module"), target_of(node)._opname)))
 
 
@@ -225,17 +215,12 @@ def _is_unspecified(node: Node, fake: torch.Tensor) -> bool:
     return fake.numel() == 0 and not any(user.users for user in node.users)
 
 
-@functools.cache
-def _precision_name(torch_name: str) -> str:
-    return {"highest": "highest", "high": "high", "medium": "default"}[torch_name]
-
-
 def matmul_precision() -> AbstractContextManager[object]:
     """Torch's own setting for float32 products, unless JAX has been told otherwise."""
-    chosen = jax.config.values["jax_default_matmul_precision"] or _precision_name(torch.get_float32_matmul_precision())
-    return jax.default_matmul_precision(chosen)
+    chosen, name = jax.config.values["jax_default_matmul_precision"], torch.get_float32_matmul_precision()
+    return jax.default_matmul_precision(chosen or ("default" if name == "medium" else name))
 
 
 def place_of(node: Node) -> str:
     """Module path and source line of a node, where the capture recorded them."""
-    return node.meta.get("custom", {}).get("where", "(place unknown)")
+    return notes_of(node).get("where", "(place unknown)")

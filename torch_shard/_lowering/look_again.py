@@ -46,7 +46,7 @@ def refuse_change(fn: TensorFn[Any], specs: Sequence[Spec], what: str, changed: 
 def _what_changes(fn: TensorFn[Any], specs: Sequence[Spec]) -> str:
     """The line in which two calls differ, with what each has there; empty where none is found."""
     try:
-        first, second = [_explained(fn, specs) for _ in range(2)]
+        first, second = [capture(fn, specs, keep=keeps_whole, explain=True) for _ in range(2)]  # with source lines
     except Exception:  # of the user's own code: an iterator has come to its end, say
         return ""
     for before, after in itertools.zip_longest(_lines(first), _lines(second)):
@@ -63,11 +63,6 @@ def _apart(before: tuple[str, ...], after: tuple[str, ...]) -> str:
         return "one call runs {}, and the next {}".format(*shown)
     values = ((a, b) for a, b in zip(before, after, strict=True) if a != b)
     return f"{before[0]} is given " + ", ".join(f"{a}, and at the next call {b}" for a, b in values)
-
-
-def _explained(fn: TensorFn[Any], specs: Sequence[Spec]) -> Captured[Any]:
-    """A capture with source lines."""
-    return capture(fn, specs, keep=keeps_whole, explain=True)
 
 
 def _lines(captured: Captured[Any]) -> Iterator[tuple[str, tuple[str, ...]]]:

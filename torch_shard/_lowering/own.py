@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._common.dtypes import jax_dtype
-from torch_shard._common.fx import target_of
+from torch_shard._common.fx import notes_of, target_of
 from torch_shard._common.types import Operator, PyTree
 from torch_shard._lowering.ops import LOWERINGS
 
@@ -57,6 +57,6 @@ def own_of(node: Node) -> Own | None:
 
 def report_own(graphs: Iterable[GraphModule]) -> list[str]:
     """Lines that say how often the forward passes of these graphs call functions of the user's."""
-    nodes = (n for graph in graphs for n in graph.graph.nodes if n.meta.get("custom", {}).get("pass") != "backward")
+    nodes = (n for graph in graphs for n in graph.graph.nodes if notes_of(n).get("pass") != "backward")
     counts = collections.Counter(own for own in map(own_of, nodes) if own is not None)
     return [f"{own.name}: {n} call{'s' * (n > 1)} run{'s' * (n == 1)} as {own.fn}" for own, n in counts.items()]

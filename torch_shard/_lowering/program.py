@@ -75,7 +75,7 @@ class Program(Generic[Aux]):
                 leave_users_frames(error)
             raise
         self._check_next_call(fn, specs, what)
-        if any(node.target not in others for node in missing_lowerings(self.graph.module)):
+        if any(node.target not in others for node in missing_lowerings(self.graph.module.graph.nodes)):
             raise _missing_error(fn, specs, what)
         explained = functools.partial(capture, fn, specs, keep=keeps_whole, explain=True)
         warn_of_rounding(self.graph, inner, what, explained)
@@ -182,7 +182,7 @@ def _explaining(changes: Sequence[Change], what: str) -> Iterator[None]:
 def _missing_error(fn: TensorFn[Aux], specs: Sequence[Spec], what: str) -> NotImplementedError:
     """Captured once more, with source lines."""
     graph = capture(fn, specs, keep=keeps_whole, explain=True)
-    nodes = missing_lowerings(graph.module)
+    nodes = missing_lowerings(graph.module.graph.nodes)
     lines = [f"  {node.target}: {place_of(node)}" for node in nodes]
     return NotImplementedError(
         f"{what} uses {len(nodes)} operator{'s' * (len(nodes) > 1)} without a lowering to JAX:\n\n"

@@ -37,7 +37,7 @@ class RowSplit:
     @property
     def num_shards(self) -> int:
         """Number of parts."""
-        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+        return self.size_of(self.axes)
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ class RowSplit:
         """The axes over which so many rows divide: those of the batch first, then others, for as many as there are."""
         found: tuple[str, ...] = ()
         for axis in (*self.axes, *(axis for axis in self.sizes if axis not in self.axes)):
-            if num_rows % (self.mesh.shape[axis] * math.prod(self.mesh.shape[a] for a in found)) == 0:
+            if num_rows % self.size_of((*found, axis)) == 0:
                 found = (*found, axis)
         return found
 

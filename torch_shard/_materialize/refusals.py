@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from torch_shard._lowering import missing_lowerings_of
+from torch_shard._lowering import missing_lowerings
 from torch_shard._materialize.construct import Construction, Init, initialiser_of, meta_attributes
 from torch_shard._materialize.slices import Slice, is_constant
 from torch_shard._sharding import shared_storage
@@ -44,7 +44,7 @@ def refuse_unusable(construction: Construction, slices: Mapping[str, Slice]) -> 
         f"  {name}: {node.target}"
         for name, graph_slice in slices.items()
         for node in (
-            missing_lowerings_of(n for n in graph_slice.nodes if not is_constant(n)) if graph_slice.streams else ()
+            missing_lowerings(n for n in graph_slice.nodes if not is_constant(n)) if graph_slice.streams else ()
         )
     ]
     if missing:

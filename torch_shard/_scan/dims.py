@@ -20,7 +20,7 @@ from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call, Region
 
 Dim = int | None
 
-_OF_TABLES = frozenset({"embedding_dense_backward", "_embedding_bag_backward", "_embedding_bag_dense_backward"})
+_OF_TABLES = frozenset({"embedding_dense_backward", "_embedding_bag_backward"})
 """Operators that sum over the rows."""
 
 

@@ -181,7 +181,7 @@ class LayerCall:
 
     def _inputs(self, graph: Captured[int], cotangents: list[torch.Tensor]) -> list[tuple[Origin, int]]:
         """The origin of each input of the graph."""
-        if missing := missing_lowerings(graph.module):
+        if missing := missing_lowerings(graph.module.graph.nodes):
             self.record.refuse(f"{missing[0].target} has no lowering")
         if graph.num_draws is None:
             self.record.refuse("PyTorch decomposes one of its random operators")

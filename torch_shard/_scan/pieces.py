@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from torch.fx import Graph, Node
 
 from torch_shard._capture import Captured
-from torch_shard._common.fx import args_of, aten_name, fill_in, is_random, operator_name, outputs_of, shape_of
+from torch_shard._common.fx import args_of, aten_name, fill_in, is_random, notes_of, operator_name, outputs_of, shape_of
 from torch_shard._common.operator_families import RESHAPES, is_pointwise
 from torch_shard._lowering import CONSTRAINED, USED_AS, own_of
 from torch_shard._scan.piece_rules import PRODUCTS, TURNS, cut_in_view, filled, moved_to, rule_of
@@ -191,7 +191,7 @@ class _Rewriter:
                 node.replace_input_with(source, self._builder.whole(node, value))
 
     def _warn(self, node: Node) -> None:
-        where = node.meta.get("custom", {}).get("module", "")
+        where = notes_of(node).get("module", "")
         if (what := f"{node.target}{f' in {where}' * bool(where)}") not in self._warned:
             self._warned.add(what)
             logger.warning(

@@ -48,21 +48,3 @@ from torch_shard._lowering.ops.registry import (
     refuse_generator,
 )
 from torch_shard._lowering.ops.tied_embedding import untie_gradients
-
-__all__ = [
-    "LOWERINGS",
-    "ON_MESH",
-    "RANDOM",
-    "STORAGE_KWARGS",
-    "find_lowering",
-    "find_written_out",
-    "import_torchax",
-    "keeps_whole",
-    "lowers",
-    "refuse_generator",
-    "report_attention",
-    "report_context",
-    "report_experts",
-    "untie_gradients",
-    "world_of_one",
-]

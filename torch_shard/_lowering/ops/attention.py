@@ -27,7 +27,7 @@ from torch_shard._capture import Seen, annotated, autocast_only, seen_through
 from torch_shard._common.autocast_policy import LOWER
 from torch_shard._common.overrides import captured_op, gradients_again, instead_of, is_plain, is_transformed
 from torch_shard._lowering.ops.attention_blocks import LONG, in_blocks, in_blocks_backward
-from torch_shard._lowering.ops.attention_context import Weights, on_mesh
+from torch_shard._lowering.ops.attention_context import on_mesh
 from torch_shard._lowering.ops.context import current_context, gathered
 from torch_shard._lowering.ops.dropout import MOST_DRAWN, KeptWeights
 from torch_shard._lowering.ops.registry import lowers
@@ -270,7 +270,7 @@ def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, grouped: bool)
 def lowered(q, k, v, segments, scale, band, seed, dropout, cap, sinks, bias, *, split=None):
     """Returns the output, and the logarithm of each row's total weight where the backward pass needs it."""
     segments, about = tuple(segments), {"scale": scale, "band": limits(band), "cap": cap}
-    parts = None if bias else on_mesh((q, k, v), segments, sinks, Weights(**about, dropout=dropout), split)
+    parts = None if bias else on_mesh((q, k, v), segments, sinks, about, dropout, split)
     if parts is not None:
         return parts.forward(q, k, v, segments, sinks, seed)
     kept = KeptWeights(q, k, seed[0], dropout) if dropout else None
@@ -282,7 +282,7 @@ def lowered_backward(grad, saved, segments, scale, band, seed, dropout, cap, sin
     """Gradients of what `lowered` gave, which is among what was saved."""
     qkv, segments, about = saved[:3], tuple(segments), {"scale": scale, "band": limits(band), "cap": cap}
     none = jnp.zeros(0, qkv[0].dtype)
-    parts = None if bias else on_mesh(qkv, segments, sinks, Weights(**about, dropout=dropout), split)
+    parts = None if bias else on_mesh(qkv, segments, sinks, about, dropout, split)
     if parts is not None:
         found = parts.backward(grad, saved, segments, sinks, seed)
     else:

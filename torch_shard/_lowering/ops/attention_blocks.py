@@ -13,6 +13,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from torch_shard._common.dtypes import dtype_of_sums, widened
+
 LONG = 512
 """Queries from which on attention that leaves keys out is cut into blocks, or has a kernel."""
 
@@ -42,15 +44,10 @@ def _by_key_head(x, num_heads):
     return x.reshape(len(x), num_heads, -1, *x.shape[2:])
 
 
-def wide(dtype):
-    """In which scores and sums are computed."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def _scores(q, k, segments, block, *, scale, band, cap, start, bias):
     """Scores of a block, wide, -inf where a query does not see a key; and the derivative by their soft cap."""
-    queries, keys = block
-    scores = jnp.einsum("bkgtd,bksd->bkgts", q[..., queries, :], k[:, :, keys], preferred_element_type=wide(q.dtype))
+    (queries, keys), wide = block, dtype_of_sums(q.dtype)
+    scores = jnp.einsum("bkgtd,bksd->bkgts", q[..., queries, :], k[:, :, keys], preferred_element_type=wide)
     seen = _seen(scores.shape, segments, block, band=band, start=start)
     scores, slope = scale * scores, 1
     if cap:
@@ -73,7 +70,7 @@ def _within(x, block):
 
 def _sink(sinks, num_heads):
     """The sinks as scores of a block, (1, K, N / K, 1, 1)."""
-    return sinks[0].astype(wide(sinks[0].dtype)).reshape(1, num_heads, -1, 1, 1)
+    return widened(sinks[0]).reshape(1, num_heads, -1, 1, 1)
 
 
 def _seen(shape, segments, block, *, band, start):
@@ -128,19 +125,19 @@ def in_blocks_backward(
     Weights are computed again from their logarithmic totals; the barrier keeps XLA from doing so before `grad`. That of
     q is of `dtype`, by default its own, those of k and v are float32 at least.
     """
-    shape = saved[0].shape
+    shape, wide = saved[0].shape, dtype_of_sums(saved[0].dtype)
     grad, q, k, v, out, log_total = jax.lax.optimization_barrier((grad, *saved))
     q, grad, out, log_total = (_by_key_head(x, k.shape[1]) for x in (q, grad, out, log_total))
-    along = jnp.sum((grad * out).astype(wide(q.dtype)), -1, keepdims=True)
+    along = jnp.sum(widened(grad * out), -1, keepdims=True)
     grouped = _grouped(bias, k.shape[1])
     about = {"scale": scale, "band": band, "cap": cap, "start": start, "bias": grouped}
-    grad_qs, grad_k, grad_v = [], jnp.zeros(k.shape, wide(k.dtype)), jnp.zeros(v.shape, wide(v.dtype))
-    of_bias = [jnp.zeros(x.shape, wide(q.dtype)) for x in grouped if x.dtype != bool]
+    grad_qs, grad_k, grad_v = [], jnp.zeros(k.shape, wide), jnp.zeros(v.shape, wide)
+    of_bias = [jnp.zeros(x.shape, wide) for x in grouped if x.dtype != bool]
     for (queries, keys), factors in _with_factors((shape[2], k.shape[2]), band, start, kept, bias):
         rows = (..., queries, slice(None))
         scores, slope = _scores(q, k, segments, (queries, keys), **about)
         weights = jnp.exp(scores - log_total[..., queries, None])
-        grad_weights = jnp.einsum("bkgtd,bksd->bkgts", grad[rows], v[:, :, keys], preferred_element_type=wide(v.dtype))
+        grad_weights = jnp.einsum("bkgtd,bksd->bkgts", grad[rows], v[:, :, keys], preferred_element_type=wide)
         factors = 1 if factors is None else factors
         of_scores = weights * (factors * grad_weights - along[rows])
         of_bias = [x.at[_within(x, (queries, keys))].add(_summed(of_scores, x)) for x in of_bias]

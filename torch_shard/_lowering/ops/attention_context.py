@@ -8,7 +8,6 @@ and values go from device to device, and what each pair adds is merged in float3
 Shapes: B batch, N heads of the queries, K heads of the keys, T queries, S keys, D width of a head.
 """
 
-import dataclasses
 import functools
 import math
 
@@ -17,40 +16,25 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from torch_shard._common.dtypes import dtype_of_sums
 from torch_shard._lowering.ops.attention_balance import chunks_of, exchanged, pairs_of, why_unbalanced
-from torch_shard._lowering.ops.attention_blocks import in_blocks, in_blocks_backward, wide
+from torch_shard._lowering.ops.attention_blocks import in_blocks, in_blocks_backward
 from torch_shard._lowering.ops.attention_kernels import kernel_on_mesh
 from torch_shard._lowering.ops.dropout import KeptWeights
 from torch_shard._lowering.rows import RowSplit
 from torch_shard._sharding import Context
 
 
-@dataclasses.dataclass(frozen=True)
-class Weights:
-    """How weights are made of scores: as operators say it.
-
-    Attributes:
-        scale: Of the scores.
-        band: How many keys before its place and after it a query sees.
-        cap: Soft cap of the scores.
-        dropout: The share of weights that is dropped.
-    """
-
-    scale: float
-    band: tuple[int | None, int | None]
-    cap: float = 0
-    dropout: float = 0
-
-
 class OnMesh:
     """Attention on the devices of a mesh: each has its rows of the batch, its heads, and its part of the sequence.
 
-    Without a context the sequence is whole, as where heads are exchanged for it.
+    Without a context the sequence is whole, as where heads are exchanged for it. What scores are about is their scale,
+    their band (how many keys before its place and after it a query sees) and their soft cap.
     """
 
-    def __init__(self, rows: RowSplit, qkv, segments, sinks, weights: Weights, context: Context | None) -> None:
+    def __init__(self, rows: RowSplit, qkv, segments, sinks, about, dropout: float, context: Context | None) -> None:
         shape, (_, num_key_heads, num_keys, _) = qkv[0].shape, qkv[1].shape
-        self._rows, self._weights, self._of = rows, weights, (*shape[:3], num_keys)
+        self._rows, self._about, self._dropout, self._of = rows, about, dropout, (*shape[:3], num_keys)
         self._axis, self._mode = (context.axis, str(context.mode)) if context else ("", "heads")
         self._of_context = (context.axis,) if context else ()
         self._num = rows.size_of(self._of_context)
@@ -65,14 +49,14 @@ class OnMesh:
             self._mode = "gather"  # not in a step: a capture refuses it
         self._split = PartitionSpec(self._batch, self._heads, *self._of_context)
         found, num_heads = None, shape[1] // size
-        uneven = self._mode == "ring" and shape[2] != num_keys and weights.band != (None, None)  # blocks do not align
-        if not weights.dropout and not uneven:
-            about = {**self._about, "num_heads": num_heads, "sinks": sinks}
-            found = kernel_on_mesh(rows, self._mode, self._of_context, qkv, segments, **about)
+        uneven = self._mode == "ring" and shape[2] != num_keys and about["band"] != (None, None)  # blocks do not align
+        if not dropout and not uneven:
+            more = {"num_heads": num_heads, "sinks": sinks}
+            found = kernel_on_mesh(rows, self._mode, self._of_context, qkv, segments, **about, **more)
         self._kernel, self._extra, self._extra_specs = found or (None, (), ())
         self.has_kernel = found is not None
         lengths = shape[2], num_keys
-        why = why_unbalanced(self._mode, lengths, weights.band, self._num, has_kernel=self.has_kernel)
+        why = why_unbalanced(self._mode, lengths, about["band"], self._num, has_kernel=self.has_kernel)
         self._num_chunks = 1 if why else 2
 
     def forward(self, q, k, v, segments, sinks, seed):
@@ -142,16 +126,12 @@ class OnMesh:
             grad, saved, segments, **self._about, kept=kept, sinks=sinks, start=start, dtype=dtype
         )
 
-    @property
-    def _about(self):
-        return {"scale": self._weights.scale, "band": self._weights.band, "cap": self._weights.cap}
-
     def _kept(self, q, k, seed, start):
-        if not self._weights.dropout:
+        if not self._dropout:
             return None
         axes = self._of_sinks()
         first = (_place(self._batch, len(q)), _place(axes, k.shape[1]), *(start or (0, 0)))
-        return KeptWeights(q, k, seed[0], self._weights.dropout, of=self._of, start=first)
+        return KeptWeights(q, k, seed[0], self._dropout, of=self._of, start=first)
 
     def _starts(self, device, length):
         """Where each of its chunks of this length begins, that a device computes."""
@@ -226,13 +206,13 @@ class OnMesh:
 
     def _rounds(self, step, q, k):
         """Which chunks of queries see which of keys after so many steps, if these are their own, and how they do."""
-        device, band = lax.axis_index(self._axis), self._weights.band
+        device, band = lax.axis_index(self._axis), self._about["band"]
         pairs = [(0, 0)] if self._num_chunks == 1 else pairs_of(step, device, self._num)
         of_queries = self._starts(device, q.shape[3])
         of_keys = self._starts((device - step) % self._num, k.shape[3])
         for queries, keys in pairs:
             is_own = not step and isinstance(queries, int)
-            about = {"start": (of_queries[queries], of_keys[keys]), "dtype": wide(q.dtype)}
+            about = {"start": (of_queries[queries], of_keys[keys]), "dtype": dtype_of_sums(q.dtype)}
             yield queries, keys, is_own, about | {"band": band if is_own else (None, None)}
 
     def _in_turn(self, *values):
@@ -249,7 +229,7 @@ class OnMesh:
 
     def _ring(self, tensors, segments, sinks, seed, extra):
         (q, k, v), segments = self._chunked(*tensors), self._chunked(*segments, dim=1)
-        dtype = wide(q.dtype)
+        dtype = dtype_of_sums(q.dtype)
         totals = jnp.full(q.shape[:-1], jnp.finfo(dtype).min, dtype)
         totals = jnp.maximum(totals, sinks[0].astype(dtype)[:, None]) if sinks else totals
         outs, held = jnp.zeros((*q.shape[:-1], v.shape[-1]), dtype), (k, v, segments[1:])
@@ -267,7 +247,7 @@ class OnMesh:
 
     def _ring_back(self, tensors, segments, sinks, seed, extra):
         (grad, q, k, v, *results), segments = self._chunked(*tensors), self._chunked(*segments, dim=1)
-        dtype = wide(q.dtype)
+        dtype = dtype_of_sums(q.dtype)
         held, sums = (k, v, segments[1:]), (jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype))
         of_q, of_sinks = jnp.zeros(q.shape, dtype), [jnp.zeros(sink.shape, dtype) for sink in sinks]
         for step in range(self._num):
@@ -299,7 +279,7 @@ def _merged(out, total, more, more_total):
     return (out * mine[..., None] + more * others[..., None]) / both[..., None], highest + jnp.log(both)
 
 
-def on_mesh(qkv, segments, sinks, weights: Weights, rows: RowSplit | None) -> OnMesh | None:
+def on_mesh(qkv, segments, sinks, about, dropout: float, rows: RowSplit | None) -> OnMesh | None:
     """Attention of such arrays by hand on the devices of the step; None where it is the compiler's.
 
     That is where neither a plan splits the sequence, and evenly, nor there is a kernel.
@@ -309,5 +289,5 @@ def on_mesh(qkv, segments, sinks, weights: Weights, rows: RowSplit | None) -> On
     context, (q, k, _) = rows.context, qkv
     size = 1 if context is None else rows.mesh.shape[context.axis]
     context = None if size == 1 or q.shape[2] % size or k.shape[2] % size else context
-    found = OnMesh(rows, qkv, segments, sinks, weights, context)
+    found = OnMesh(rows, qkv, segments, sinks, about, dropout, context)
     return found if context is not None or found.has_kernel else None

@@ -327,8 +327,8 @@ def _why_not_cudnn(q, v, segments, band):
 def undivided(rows, shape):
     """Say which dims of queries (B, N, T, D) do not divide over a mesh, so that devices compute the same."""
     parts = ((shape[0], "rows", rows.axes), (shape[1], "heads", rows.other_axes))
-    sizes = [(f"{size} {what}", {axis: rows.mesh.shape[axis] for axis in axes}) for size, what, axes in parts]
-    found = [
-        (what, over) for (size, *_), (what, over) in zip(parts, sizes, strict=True) if size % math.prod(over.values())
-    ]
-    return ", ".join(f"{what} over {', '.join(f'{a}={n}' for a, n in over.items())}" for what, over in found)
+    return ", ".join(
+        f"{size} {what} over {', '.join(f'{axis}={rows.mesh.shape[axis]}' for axis in axes)}"
+        for size, what, axes in parts
+        if size % rows.size_of(axes)
+    )

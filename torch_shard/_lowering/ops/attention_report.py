@@ -2,14 +2,14 @@
 
 import collections
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import jax
 import torch
 from torch.fx import GraphModule, Node
 
 from torch_shard._common.dtypes import jax_dtype
-from torch_shard._common.fx import args_of, aten_name, shape_of
+from torch_shard._common.fx import args_of, aten_name, forward_nodes, notes_of, shape_of
 from torch_shard._common.operator_families import COPIES, MATRIX_PRODUCTS, RESHAPES
 from torch_shard._lowering.constraints import SEQUENCE, dim_of
 from torch_shard._lowering.ops.attention import SHORTEST, WHY, limits
@@ -24,20 +24,19 @@ _POINTWISE = frozenset(
 )
 
 
-def report_attention(graphs: Iterable[tuple[str, GraphModule]], rows: RowSplit | None) -> list[str]:
+def report_attention(graphs: Iterable[tuple[str, GraphModule]], rows: RowSplit) -> list[str]:
     """Lines for the forward passes of these graphs; none where all long attention has its kernel, or there is none."""
-    if rows is None or rows.platform not in KERNELS:
+    if rows.platform not in KERNELS:
         return []
-    own = _said(graphs, lambda node: _of_node(node, node.meta.get("custom", {}).get(WHY), rows))
+    own = _said(graphs, lambda node: _of_node(node, rows))
     return [f"{where}: attention {what}" for what, where in own.items()]
 
 
-def report_context(graphs: Iterable[tuple[str, GraphModule]], rows: RowSplit | None) -> list[str]:
+def report_context(graphs: Iterable[tuple[str, GraphModule]], rows: RowSplit) -> list[str]:
     """Lines that say how the sequence is split, and which attention does not get its keys as the plan has it."""
-    if rows is None or rows.context is None:
+    if rows.context is None:
         return []
-    axis, mode, paths = rows.context.axis, rows.context.mode, collections.Counter[str]()
-    graphs = list(graphs)
+    axis, mode, graphs = rows.context.axis, rows.context.mode, list(graphs)
     own = _said(graphs, lambda node: _balance_of(node, rows, mode))
     lines = [
         f"The sequence is split over {axis}={rows.mesh.shape[axis]}, in order. Attention finds its keys by "
@@ -49,11 +48,12 @@ def report_context(graphs: Iterable[tuple[str, GraphModule]], rows: RowSplit | N
             *lines,
             *(f"{path}: attention is written out: it keeps all weights." for path in find_written_out(graphs)),
         ]
-    for path, node in _nodes(graphs):
-        why = node.meta.get("custom", {}).get(WHY)
-        if why is not None and aten_name(node) in _SOFTMAX:
-            paths[f"{path}: attention gathers all keys and values, in a form that keeps all weights: {why}."] += 1
-    return [*lines, *paths]
+    gathering = (
+        f"{path}: attention gathers all keys and values, in a form that keeps all weights: {notes_of(node)[WHY]}."
+        for path, node in forward_nodes(graphs)
+        if WHY in notes_of(node) and aten_name(node) in _SOFTMAX
+    )
+    return [*lines, *dict.fromkeys(gathering)]
 
 
 def _balance_of(node: Node, rows: RowSplit, mode: str) -> str:
@@ -75,32 +75,22 @@ def _balance_of(node: Node, rows: RowSplit, mode: str) -> str:
 
 def find_written_out(graphs: Iterable[tuple[str, GraphModule]]) -> list[str]:
     """The modules that write attention out over a sequence that is split: the compiler gathers its keys."""
-    found: dict[str, None] = {}
-    for path, node in _nodes(graphs):
-        shape, dim = shape_of(node) if aten_name(node) in _SOFTMAX else (), dim_of(node, SEQUENCE)
-        if dim is None or len(shape) < 3 or dim != len(shape) - 2 or shape[dim] != shape[-1]:
-            continue
-        if node.meta.get("custom", {}).get(WHY) is None and _is_written_out(node):
-            found[path] = None
-    return list(found)
+    return list(dict.fromkeys(path for path, node in forward_nodes(graphs) if _mixes_a_split_sequence(node)))
+
+
+def _mixes_a_split_sequence(node: Node) -> bool:
+    shape = shape_of(node) if aten_name(node) in _SOFTMAX else ()
+    is_of_sequence = len(shape) >= 3 and dim_of(node, SEQUENCE) == len(shape) - 2 and shape[-2] == shape[-1]
+    return is_of_sequence and WHY not in notes_of(node) and _is_written_out(node)
 
 
 def _said(graphs: Iterable[tuple[str, GraphModule]], say: Callable[[Node], str]) -> dict[str, str]:
     """What is said of nodes of the forward passes, and of which modules."""
     paths: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    for path, node in _nodes(graphs):
+    for path, node in forward_nodes(graphs):
         if found := say(node):
             paths[found][path] += 1
     return {what: _listed(where) for what, where in paths.items()}
-
-
-def _nodes(graphs: Iterable[tuple[str, GraphModule]]) -> Iterator[tuple[str, Node]]:
-    """The nodes of the forward passes, with the path of their module."""
-    for path, graph in graphs:
-        for node in graph.graph.nodes:
-            notes = node.meta.get("custom", {})
-            if notes.get("pass") != "backward":
-                yield ".".join(filter(None, (path, notes.get("module")))) or "the loss", node
 
 
 def _listed(where: collections.Counter[str]) -> str:
@@ -108,8 +98,9 @@ def _listed(where: collections.Counter[str]) -> str:
     return ", ".join(shown if len(shown) <= _SHOWN else [shown[0], "...", f"{shown[-1]} ({len(shown)} modules)"])
 
 
-def _of_node(node: Node, why: str | None, rows: RowSplit) -> str:
+def _of_node(node: Node, rows: RowSplit) -> str:
     """What to say of a node, if it is attention; else empty."""
+    why = notes_of(node).get(WHY)
     if node.target is torch.ops.torch_shard.attention.default:
         return _of_ours(node, rows)
     if aten_name(node) not in _SOFTMAX or len(shape := shape_of(node)) < 3:
@@ -138,7 +129,7 @@ def _why_no_kernel(node: Node, rows: RowSplit) -> str:
             "attention_dropout, attention_probs_dropout_prob)"
         )
     if bias:
-        return node.meta["custom"][WHY]
+        return notes_of(node)[WHY]
     structs = [jax.ShapeDtypeStruct(shape_of(x), jax_dtype(x.meta["val"].dtype)) for x in (q, k, v)]
     why = why_no_kernel(rows.platform, structs, segments, limits(band), is_plain=not cap and not sinks)
     if why or rows.context is None:

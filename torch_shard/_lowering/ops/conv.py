@@ -249,14 +249,20 @@ def avg_pool_backward(grad, x, *args):
 
 @lowers(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)
 def adaptive_avg_pool(x, output_size):
-    for offset, out in enumerate(output_size):
-        axis = x.ndim - len(output_size) + offset
-        size = x.shape[axis]
+    matrices = []
+    for size, out in zip(x.shape[-len(output_size) :], output_size, strict=True):
         weights = np.zeros((out, size), np.float64)
         for i in range(out):
             start, end = i * size // out, -(-(i + 1) * size // out)
             weights[i, start:end] = 1 / (end - start)
-        x = jnp.moveaxis(jnp.tensordot(x, jnp.asarray(weights, x.dtype), (axis, 1)), -1, axis)
+        matrices.append(weights)
+    return weighted(x, matrices)
+
+
+def weighted(x, matrices):
+    """Weighted sums along the last dims, by a matrix (out, size) for each."""
+    for axis, matrix in enumerate(matrices, x.ndim - len(matrices)):
+        x = jnp.moveaxis(jnp.tensordot(x, jnp.asarray(matrix, x.dtype), (axis, 1)), -1, axis)
     return x
 
 

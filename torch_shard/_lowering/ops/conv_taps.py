@@ -9,6 +9,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from torch_shard._common.dtypes import widened
+
 _MOST_TAPS = 8
 
 
@@ -21,21 +23,17 @@ def padding_of_taps(x, weight, settings):
     return padding[0] if is_alone and is_plain and is_short else None
 
 
-def _wide(x):
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
 def _shifted(x, num_taps, padding):
     """What each tap sees, of a sequence with zeros at both ends."""
     x = jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (padding, padding)])
     length = x.shape[-1] - num_taps + 1
-    return [_wide(jax.lax.slice_in_dim(x, tap, tap + length, axis=-1)) for tap in range(num_taps)]
+    return [widened(jax.lax.slice_in_dim(x, tap, tap + length, axis=-1)) for tap in range(num_taps)]
 
 
 def by_taps(x, weight, padding):
     """`(..., channels, steps)`, wide."""
     seen = _shifted(x, weight.shape[-1], padding)
-    return functools.reduce(jnp.add, (each * _wide(weight[:, 0, tap, None]) for tap, each in enumerate(seen)))
+    return functools.reduce(jnp.add, (each * widened(weight[:, 0, tap, None]) for tap, each in enumerate(seen)))
 
 
 def by_taps_backward(grad, x, weight, padding):
@@ -44,6 +42,6 @@ def by_taps_backward(grad, x, weight, padding):
     back = by_taps(grad, jnp.flip(weight, -1), num_taps - 1)
     grad_x = jax.lax.slice_in_dim(back, padding, padding + x.shape[-1], axis=-1)
     rows = tuple(dim for dim in range(x.ndim) if dim != x.ndim - 2)
-    per_tap = [jnp.sum(each * _wide(grad), rows) for each in _shifted(x, num_taps, padding)]
-    found = grad_x, jnp.stack(per_tap, -1)[:, None], jnp.sum(_wide(grad), rows)
+    per_tap = [jnp.sum(each * widened(grad), rows) for each in _shifted(x, num_taps, padding)]
+    found = grad_x, jnp.stack(per_tap, -1)[:, None], jnp.sum(widened(grad), rows)
     return tuple(g.astype(like.dtype) for g, like in zip(found, (x, weight, weight), strict=True))

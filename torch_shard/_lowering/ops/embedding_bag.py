@@ -79,6 +79,7 @@ def _maxima(rows, indices, bags, counted, num_bags):
 
 
 @lowers(aten._embedding_bag_backward.default, on_mesh=True)
+@in_float32
 def embedding_bag_backward(
     grad,
     indices,
@@ -97,33 +98,12 @@ def embedding_bag_backward(
 ):
     if sparse:
         raise NotImplementedError("embedding_bag(sparse=True) has a sparse gradient, and JAX arrays are dense.")
-    bags = _bag_of(indices, offsets)  # an offset behind the last index changes nothing
-    args = (num_weights, scale_grad_by_freq, mode, per_sample_weights, padding_idx)
-    return embedding_bag_dense_backward(grad, indices, bags, bag_size, maximum_indices, *args, split=split)
-
-
-@lowers(aten._embedding_bag_dense_backward.default, on_mesh=True)
-@in_float32
-def embedding_bag_dense_backward(
-    grad,
-    indices,
-    offset2bag,
-    bag_size,
-    maximum_indices,
-    num_weights,
-    scale_grad_by_freq,
-    mode,
-    per_sample_weights,
-    padding_idx=-1,
-    *,
-    split=None,
-):
     if mode == MAX:
         table = jnp.zeros((num_weights, grad.shape[-1]), grad.dtype)
         columns = jnp.broadcast_to(jnp.arange(grad.shape[-1]), maximum_indices.shape)
         return table.at[jnp.where(maximum_indices < 0, num_weights, maximum_indices), columns].add(grad, mode="drop")
     rows = grad / jnp.maximum(bag_size, 1)[: grad.shape[0], None].astype(grad.dtype) if mode == MEAN else grad
-    rows = rows[offset2bag]
+    rows = rows[_bag_of(indices, offsets)]  # an offset behind the last index changes nothing
     if per_sample_weights is not None:
         rows = rows * per_sample_weights[:, None]
     return embedding_dense_backward(rows, indices, num_weights, padding_idx, scale_grad_by_freq, split=split)

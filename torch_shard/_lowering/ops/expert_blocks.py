@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from torch_shard._common.axes import vary_like
-from torch_shard._common.dtypes import dtype_of_sums
+from torch_shard._common.dtypes import dtype_of_sums, widened
 from torch_shard._common.expected_trips import expecting
 from torch_shard._common.types import PyTree
 
@@ -108,14 +108,9 @@ class Slots:
     block: int
     expected: float
 
-    @property
-    def are_here(self) -> jax.Array:
-        """Of each slot, whether its expert is here, (T, K)."""
-        return self.place < self.ends[-1]
-
     def read(self, sorted_values: jax.Array) -> jax.Array:
         """`(T, K, ...)` of what was written in order; zero where the expert is not here."""
-        here = self.are_here.reshape(self.place.shape + (1,) * (sorted_values.ndim - 1))
+        here = (self.place < self.ends[-1]).reshape(self.place.shape + (1,) * (sorted_values.ndim - 1))
         return jnp.where(here, sorted_values[self.place], 0)
 
 
@@ -161,7 +156,7 @@ def run_blocks(
     """
     rows, sums = zeros
     written = jax.tree.map(lambda row: jax.lax.empty((len(slots.order), *row.shape), row.dtype), rows)
-    wide = jax.tree.map(lambda x: x.astype(dtype_of_sums(x.dtype)), sums)
+    wide = jax.tree.map(widened, sums)
     written, wide = vary_like((written, wide), experts, slots.order)
     blocks = (slots.ends - slots.starts + slots.block - 1) // slots.block
     after = jnp.cumsum(blocks)
@@ -187,11 +182,10 @@ def run_blocks(
 def gated(pre_BH: jax.Array, gate: Gate) -> jax.Array:
     """The inner values of experts: one half through the activation, times the other."""
     first, up = gate.halves(pre_BH)
-    wide = jnp.promote_types(first.dtype, jnp.float32)
     if gate.activation != "clamped":
-        return ACTIVATIONS[gate.activation](first.astype(wide)).astype(first.dtype) * up
+        return ACTIVATIONS[gate.activation](widened(first)).astype(first.dtype) * up
     alpha, limit = gate.numbers
-    first, up = first.astype(wide), up.astype(wide)
+    first, up = widened(first), widened(up)
     first, up = (jnp.where(x > limit, limit, x) for x in (first, up))  # at the limit, the gradient goes through
     up = jnp.where(up < -limit, -limit, up)
     return ((up + 1) * first * jax.nn.sigmoid(alpha * first)).astype(pre_BH.dtype)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from torch_shard._common.dtypes import widened
 from torch_shard._lowering.rows import RowSplit
 
 RAGGED = ("tpu", "cuda", "rocm", "gpu")
@@ -144,7 +145,7 @@ class Route:
         Rows that nobody sent are zero: whoever multiplies them by zero must not find NaN.
         """
         num_tokens, peers = len(values), self.exchange.num_peers
-        at = jnp.full(peers, _place(self.exchange) * num_tokens, jnp.int32)
+        at = jnp.full(peers, lax.axis_index(self.exchange.via) * num_tokens, jnp.int32)
         starts, out = _starts(self.sent), _unwritten((peers * num_tokens, *values.shape[1:]), values.dtype)
         found = self._exchanged(values[self.token], out, starts, self.sent, at, self.received, num_tokens)
         is_written = self.is_written.reshape(-1, *(1 for _ in values.shape[1:]))
@@ -157,10 +158,9 @@ class Route:
         out = _unwritten((len(self.token), *values.shape[1:]), values.dtype)
         places = jnp.arange(peers, dtype=jnp.int32) * num_tokens
         found = self._exchanged(values, out, places, self.received, starts, self.sent, num_tokens)
-        wide = jnp.promote_types(values.dtype, jnp.float32)
         rows = jnp.where(self.is_first, self.row, 0)
         mask = self.is_first.reshape(*rows.shape, *(1 for _ in values.shape[1:]))
-        return jnp.sum(jnp.where(mask, found[rows].astype(wide), 0), axis=1).astype(values.dtype)
+        return jnp.sum(jnp.where(mask, widened(found[rows]), 0), axis=1).astype(values.dtype)
 
     def _exchanged(
         self,
@@ -212,10 +212,6 @@ def find_route(exchange: Exchange, ids_TK: jax.Array, num_here: int) -> Route:
 
 def _starts(counts: jax.Array) -> jax.Array:
     return jnp.cumsum(counts) - counts
-
-
-def _place(exchange: Exchange) -> jax.Array:
-    return lax.axis_index(exchange.via)
 
 
 def _unwritten(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:

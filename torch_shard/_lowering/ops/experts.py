@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from torch_shard._common.fx import args_of
+from torch_shard._common.fx import args_of, forward_nodes
 from torch_shard._common.overrides import captured_op, digest_of, gradients_again, instead_of_attribute, is_transformed
 from torch_shard._lowering.ops.expert_blocks import Gate, experts_backward, experts_forward, sort_slots
 from torch_shard._lowering.ops.expert_dispatch import Exchange, Sizes, find_exchange, find_route
@@ -72,16 +72,12 @@ class _Experts(torch.autograd.Function):
         x, ids, weights, *matrices = ctx.saved_tensors
         needed = [need for i, need in enumerate(ctx.needs_input_grad[1:]) if i != 1]
         if torch.is_grad_enabled():
-            out = _by_grouped_products(x, ids, weights, matrices, _gate(*ctx.about))
+            out = _by_grouped_products(x, ids, weights, matrices, Gate(*ctx.about))
             found = gradients_again(out, (x, weights, *matrices), needed, grads)
         else:
             each = torch.ops.torch_shard.experts_backward(grads[0], x, ids, weights, matrices, *ctx.about)
             found = [grad if need else None for grad, need in zip(each, needed, strict=True)]
         return None, found[0], None, *found[1:]
-
-
-def _gate(activation: str, numbers: Sequence[float], interleaved: bool, transposed: bool) -> Gate:
-    return Gate(activation, tuple(numbers), interleaved, transposed)
 
 
 def _by_grouped_products(
@@ -253,11 +249,10 @@ def _places(ids, matrices, split):
 @lowers(torch.ops.torch_shard.experts.default, on_mesh=True)
 def experts(x, ids, weights, matrices, *about, split=None):
     """Of each token, the sum over the axes of the experts."""
-    places, num_experts, gate = _places(ids, matrices, split), len(matrices[0]), _gate(*about)
+    places, num_experts, gate = _places(ids, matrices, split), len(matrices[0]), Gate(*about)
 
     def run(x, ids, weights, *matrices):
-        send, back, ids = _ways(places, ids, len(matrices[0]))
-        here = sort_slots(ids, _first(places.over, len(matrices[0])), len(matrices[0]), num_experts)
+        send, back, here = _ways(places, ids, len(matrices[0]), num_experts)
         return _sum(back(experts_forward((send(x), send(weights), *matrices), here, gate)), places.beside_tokens)
 
     tokens, of_experts = PartitionSpec(places.rows), PartitionSpec(places.over)
@@ -268,11 +263,10 @@ def experts(x, ids, weights, matrices, *about, split=None):
 @lowers(torch.ops.torch_shard.experts_backward.default, on_mesh=True)
 def backward(grad, x, ids, weights, matrices, *about, split=None):
     """Gradients of tokens are summed over the axes of the experts, those of the experts over the axes of the batch."""
-    places, num_experts, gate = _places(ids, matrices, split), len(matrices[0]), _gate(*about)
+    places, num_experts, gate = _places(ids, matrices, split), len(matrices[0]), Gate(*about)
 
     def run(grad, x, ids, weights, *matrices):
-        send, back, ids = _ways(places, ids, len(matrices[0]))
-        here = sort_slots(ids, _first(places.over, len(matrices[0])), len(matrices[0]), num_experts)
+        send, back, here = _ways(places, ids, len(matrices[0]), num_experts)
         found = experts_backward(send(grad), (send(x), send(weights), *matrices), here, gate)
         of_tokens = (_sum(back(g), places.beside_tokens) for g in found[:2])
         return *of_tokens, *(_sum(g, places.beside_experts) for g in found[2:])
@@ -282,16 +276,14 @@ def backward(grad, x, ids, weights, matrices, *about, split=None):
     return _mapped(run, places.mesh, *specs)(grad, x, ids, weights, *matrices)
 
 
-def _ways(places, ids, num_here):
-    """How values come to the experts and back, and the experts of what came; all stays where tokens stay."""
-    if places.exchange is None:
-        return (lambda x: x), (lambda x: x), ids
-    route = find_route(places.exchange, ids, num_here)
-    return route.send, route.back, jnp.where(route.is_written[:, None], route.send(ids), -1)
-
-
-def _first(axes, num_here):
-    return lax.axis_index(axes) * num_here if axes else 0
+def _ways(places, ids, num_here, num_experts):
+    """How values come to the experts and back, and the slots of what came; all stays where tokens stay."""
+    send, back = (lambda x: x), (lambda x: x)
+    if places.exchange is not None:
+        route = find_route(places.exchange, ids, num_here)
+        send, back, ids = route.send, route.back, jnp.where(route.is_written[:, None], route.send(ids), -1)
+    first = lax.axis_index(places.over) * num_here if places.over else 0
+    return send, back, sort_slots(ids, first, num_here, num_experts)
 
 
 def _sum(value, axes):
@@ -310,18 +302,14 @@ _UNKNOWN = (
 )
 
 
-def report_experts(graphs: Iterable[tuple[str, GraphModule]], rows: RowSplit | None) -> list[str]:
+def report_experts(graphs: Iterable[tuple[str, GraphModule]], rows: RowSplit) -> list[str]:
     """Lines that say where tokens go to experts over the axes of the batch, or these are gathered, by which bytes."""
-    if rows is None:
-        return []
     found, is_any = dict[str, list[str]](), False
-    for path, graph in graphs:
-        for node in graph.graph.nodes:
-            if node.target is torch.ops.torch_shard.experts.default:
-                is_any = True
-                module = node.meta.get("custom", {}).get("module")
-                if line := _moves(node, rows):
-                    found.setdefault(line, []).append(".".join(filter(None, (path, module))) or "the loss")
+    for path, node in forward_nodes(graphs):
+        if node.target is torch.ops.torch_shard.experts.default:
+            is_any = True
+            if line := _moves(node, rows):
+                found.setdefault(line, []).append(path)
     if not is_any and (over := set(rows.experts) & set(rows.data_axes)):
         return [f"Experts over {', '.join(sorted(over))} are computed as the model writes them: {_UNKNOWN}"]
     return [f"{paths[0]}{f' and {len(paths) - 1} more' * (len(paths) > 1)}: {line}" for line, paths in found.items()]

@@ -43,11 +43,6 @@ def index_select(x, dim, index):
     return jnp.take(x, outside_if_negative(index, x.shape[dim]), axis=dim) if x.ndim else x
 
 
-@lowers(aten.take.default)
-def take(x, index):
-    return x.reshape(_size(x.shape))[index]
-
-
 @lowers(aten.put.default)
 def put(x, index, source, accumulate=False):
     flat = x.reshape(_size(x.shape))
@@ -195,14 +190,11 @@ def _median(skip_nan, x, dim=None, keepdim=False):
         return x, jnp.zeros((), _long())
     if x.shape[dim] == 0:
         return jnp.full((), jnp.nan, x.dtype), jnp.zeros((), _long())
-    order = jnp.argsort(x, axis=dim, stable=True)  # NaN comes last
-    is_nan = x != x
-    count = x.shape[dim] - jnp.sum(is_nan, axis=dim, keepdims=True) if skip_nan else x.shape[dim]
-    middle = jnp.maximum((count - 1) // 2, 0) * jnp.ones_like(jnp.sum(is_nan, axis=dim, keepdims=True))
-    index = jnp.take_along_axis(order, middle, dim)
-    if not skip_nan:
-        index = jnp.where(jnp.any(is_nan, axis=dim, keepdims=True), jnp.argmax(is_nan, axis=dim, keepdims=True), index)
-    value, index = jnp.take_along_axis(x, index, dim), index.astype(_long())
+    order, size = jnp.argsort(x, axis=dim, stable=True), x.shape[dim]  # NaN comes last
+    count = jnp.sum(x == x, axis=dim, keepdims=True)
+    middle = jnp.maximum(count - 1, 0) // 2 if skip_nan else jnp.where(count < size, count, (size - 1) // 2)
+    index = jnp.take_along_axis(order, middle, dim).astype(_long())
+    value = jnp.take_along_axis(x, index, dim)
     return (value, index) if keepdim else (jnp.squeeze(value, dim), jnp.squeeze(index, dim))
 
 
@@ -217,13 +209,9 @@ def searchsorted(sequence, values, *, out_int32=False, right=False, side=None, s
     values = values if isinstance(values, jax.Array) else jnp.asarray(values, sequence.dtype)
     if sorter is not None:
         sequence = jnp.take_along_axis(sequence, sorter, -1)
-    if sequence.ndim == 1:
-        return jnp.searchsorted(sequence, values, side=side)
-    rows = _size(sequence.shape[:-1])
-    found = jax.vmap(lambda row, v: jnp.searchsorted(row, v, side=side))(
-        sequence.reshape(rows, sequence.shape[-1]), values.reshape(rows, values.shape[-1])
-    )
-    return found.reshape(values.shape)
+    search = functools.partial(jnp.searchsorted, side=side)
+    search = search if sequence.ndim == 1 else jnp.vectorize(search, signature="(n),(m)->(m)")
+    return search(sequence, values)
 
 
 @lowers(aten.nonzero_static.default)
@@ -257,22 +245,12 @@ def repeat_interleave(repeats, *, output_size=None):
     return jnp.repeat(jnp.arange(repeats.shape[0]), repeats, total_repeat_length=output_size)
 
 
-@lowers(aten.as_strided.default)
-def as_strided(x, size, stride, storage_offset=None):
-    return x.reshape(_size(x.shape))[_places(size, stride, storage_offset)]
-
-
 @lowers(aten.as_strided_scatter.default)
 def as_strided_scatter(x, source, size, stride, storage_offset=None):
     flat = x.reshape(_size(x.shape))
-    return flat.at[_places(size, stride, storage_offset)].set(source.astype(x.dtype)).reshape(x.shape)
-
-
-def _places(size, stride, storage_offset):
-    places = np.full(tuple(size), storage_offset or 0, np.int32)
-    for axis, step in enumerate(stride):
-        places = places + step * np.arange(size[axis], dtype=np.int32).reshape(-1, *(1,) * (len(size) - 1 - axis))
-    return places
+    along = np.indices(tuple(size), np.int32, sparse=True)
+    places = sum((index * step for index, step in zip(along, stride, strict=True)), storage_offset or 0)
+    return flat.at[places].set(source.astype(x.dtype)).reshape(x.shape)
 
 
 @lowers(aten.histogram.bin_ct, aten.histogram.bins_tensor)

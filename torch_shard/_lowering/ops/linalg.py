@@ -80,17 +80,13 @@ def lu_unpack(packed, pivots, unpack_data=True, unpack_pivots=True):
 
 @lowers(aten.linalg_lu_factor_ex.default)
 def linalg_lu_factor_ex(x, *, pivot=True, check_errors=False):
-    _need_pivot(pivot)
+    if not pivot:
+        raise NotImplementedError("An LU factorisation with pivot=False has no lowering to JAX; leave pivot=True.")
     packed, pivots, _ = linalg.lu(x)
     diagonal = jnp.diagonal(packed, axis1=-2, axis2=-1)
     singular = diagonal == 0
     info = jnp.where(jnp.any(singular, -1), jnp.argmax(singular, -1) + 1, 0) if diagonal.shape[-1] else 0
     return packed, pivots + 1, jnp.broadcast_to(info, x.shape[:-2]).astype(jnp.int32)
-
-
-def _need_pivot(pivot):
-    if not pivot:
-        raise NotImplementedError("An LU factorisation with pivot=False has no lowering to JAX; leave pivot=True.")
 
 
 @lowers(aten.linalg_lu.default)
@@ -169,23 +165,6 @@ def linalg_pinv(x, *, atol=None, rtol=None, hermitian=False):
     kept = size > bound
     inverse = jnp.where(kept, 1 / jnp.where(kept, size, 1), 0)
     return (right * inverse[..., None, :].astype(x.dtype)) @ _adjoint(left)
-
-
-@lowers(aten.linalg_lstsq.default)
-def linalg_lstsq(x, b, rcond=None, *, driver=None):
-    """Returns `(solution, residuals, rank, singular values)`, the last three as PyTorch's driver leaves them."""
-    rows, columns = x.shape[-2:]
-    is_vector = b.ndim == 1 or (x.ndim - 1 == b.ndim and b.shape == x.shape[:-1])
-    b = b[..., None] if is_vector else b
-    cutoff = rcond if rcond is not None else float(jnp.finfo(x.dtype).eps) * max(rows, columns)
-    values = jnp.linalg.svd(x, compute_uv=False)
-    rank = jnp.sum(values > cutoff * jnp.max(values, -1, keepdims=True, initial=0), -1)
-    solution = linalg_pinv(x, rtol=jnp.asarray(cutoff, values.dtype)) @ b
-    full_rank = rows > columns and driver != "gelsy"
-    misfit = jnp.sum(jnp.square(jnp.abs(x @ solution - b)), -2) if full_rank else jnp.zeros((0,))
-    has_rank, has_values = driver in (None, "gelsy", "gelsd", "gelss"), driver in ("gelsd", "gelss")
-    solution = solution[..., 0] if is_vector else solution
-    return solution, misfit, rank if has_rank else jnp.zeros((0,)), values if has_values else jnp.zeros((0,))
 
 
 lowers(aten._linalg_eigvals.default)(jnp.linalg.eigvals)

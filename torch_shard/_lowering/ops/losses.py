@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from torch_shard._common.dtypes import jax_dtype
+from torch_shard._common.dtypes import jax_dtype, widened
 from torch_shard._common.fx import args_of, dtype_of, new_before, shape_of
 from torch_shard._common.overrides import captured_op, instead_of, rewrites
 from torch_shard._lowering.ops.logits import along, rows_of, source_of, steps_of
@@ -156,7 +156,7 @@ def _rows(logits, target, ignore_index, rows):
 
 def _normaliser(logits, axis):
     """The highest logit and the logarithm of the sum of exponentials less it: the same in both passes, so made once."""
-    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    wide = widened(logits)
     highest = jnp.max(wide, axis, keepdims=True)
     return highest, jnp.log(jnp.sum(jnp.exp(wide - highest), axis, keepdims=True))
 

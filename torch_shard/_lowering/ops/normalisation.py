@@ -9,7 +9,7 @@ import torch
 from jax.sharding import PartitionSpec
 from torch.fx import Node
 
-from torch_shard._common.dtypes import jax_dtype
+from torch_shard._common.dtypes import jax_dtype, widened
 from torch_shard._common.fx import args_of, shape_of
 from torch_shard._lowering.constraints import Constraint, Found, lies
 from torch_shard._lowering.ops.indexing import outside_if_negative
@@ -26,8 +26,7 @@ def softmax(x, dim, half_to_float):
 
 
 def _softmax(x, dim):
-    compute = jnp.promote_types(x.dtype, jnp.float32)  # torch computes half precision softmax in float32
-    exps = jnp.exp(x.astype(compute) - jnp.max(x, axis=dim, keepdims=True, initial=-jnp.inf).astype(compute))
+    exps = jnp.exp(widened(x) - widened(jnp.max(x, axis=dim, keepdims=True, initial=-jnp.inf)))
     return (exps / jnp.sum(exps, axis=dim, keepdims=True)).astype(x.dtype)
 
 
@@ -52,8 +51,7 @@ def softmax_backward(grad, output, dim, input_dtype):
 @lowers(aten._log_softmax.default)
 def log_softmax(x, dim, half_to_float):
     x = x.astype(jnp.float32) if half_to_float else x
-    compute = jnp.promote_types(x.dtype, jnp.float32)
-    return jax.nn.log_softmax(x.astype(compute), axis=dim).astype(x.dtype) if x.ndim else jnp.zeros_like(x)
+    return jax.nn.log_softmax(widened(x), axis=dim).astype(x.dtype) if x.ndim else jnp.zeros_like(x)
 
 
 @lowers(aten._log_softmax_backward_data.default)
@@ -66,7 +64,7 @@ def log_softmax_backward(grad, output, dim, input_dtype):
 @lowers(aten.native_layer_norm.default)
 def native_layer_norm(x, normalized_shape, weight, bias, eps):
     axes = tuple(range(x.ndim - len(normalized_shape), x.ndim))
-    compute = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    compute = widened(x)
     mean = jnp.mean(compute, axes, keepdims=True)
     rstd = jax.lax.rsqrt(jnp.mean(jnp.square(compute - mean), axes, keepdims=True) + eps)
     out = (compute - mean) * rstd
@@ -79,9 +77,8 @@ def native_layer_norm(x, normalized_shape, weight, bias, eps):
 def native_layer_norm_backward(grad, x, normalized_shape, mean, rstd, weight, bias, output_mask):
     inner = tuple(range(x.ndim - len(normalized_shape), x.ndim))
     outer = tuple(range(x.ndim - len(normalized_shape)))
-    compute = jnp.promote_types(x.dtype, jnp.float32)
-    normed = (x.astype(compute) - mean) * rstd
-    scaled = grad.astype(compute) if weight is None else grad.astype(compute) * weight
+    normed = (widened(x) - mean) * rstd
+    scaled = widened(grad) if weight is None else widened(grad) * weight
     average = jnp.mean(scaled, inner, keepdims=True)
     projection = jnp.mean(scaled * normed, inner, keepdims=True)
     grad_x = (scaled - average - normed * projection) * rstd if output_mask[0] else None
@@ -92,7 +89,7 @@ def native_layer_norm_backward(grad, x, normalized_shape, mean, rstd, weight, bi
 
 @lowers(aten.native_group_norm.default)
 def native_group_norm(x, weight, bias, rows, channels, inner, groups, eps):
-    compute = x.astype(jnp.promote_types(x.dtype, jnp.float32)).reshape(rows, groups, channels // groups * inner)
+    compute = widened(x).reshape(rows, groups, channels // groups * inner)
     mean = jnp.mean(compute, 2, keepdims=True)
     rstd = jax.lax.rsqrt(jnp.mean(jnp.square(compute - mean), 2, keepdims=True) + eps)
     out = ((compute - mean) * rstd).reshape(rows, channels, inner)
@@ -109,7 +106,7 @@ def _cast(value, like):
 def batch_norm_functional(x, weight, bias, running_mean, running_var, training, momentum, eps):
     """Returns `(out, saved mean, saved rstd, new running mean, new running var)`."""
     axes = (0, *range(2, x.ndim))
-    compute = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    compute = widened(x)
     if not training:
         out = _normalize(compute, running_mean, jax.lax.rsqrt(running_var + eps), weight, bias)
         empty = jnp.zeros((0,), compute.dtype)
@@ -153,7 +150,7 @@ def batch_norm_no_training(x, weight, bias, running_mean, running_var, momentum,
 @lowers(aten.native_batch_norm_backward.default)
 def batch_norm_backward(grad, x, weight, running_mean, running_var, save_mean, save_rstd, training, eps, output_mask):
     axes = (0, *range(2, x.ndim))
-    compute = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    compute = widened(x)
     mean, rstd = (save_mean, save_rstd) if training else (running_mean, jax.lax.rsqrt(running_var + eps))
     normed, grad = (compute - _channels(mean, x.ndim)) * _channels(rstd, x.ndim), grad.astype(compute.dtype)
     scale = _channels(rstd if weight is None else rstd * weight, x.ndim)

@@ -1,7 +1,8 @@
 """Random operators: each takes an explicit key, and draws from the distribution that PyTorch documents.
 
 The streams are JAX's, so the numbers are not those of torch's own generators; the same key gives the same numbers on
-every mesh.
+every mesh. JAX draws narrow floats from as few random bits as they have digits, 128 numbers in bfloat16: here they are
+drawn in float32 and rounded, as PyTorch does.
 """
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torch_shard._common.dtypes import jax_dtype, torch_dtype
+from torch_shard._common.dtypes import dtype_of_sums, jax_dtype, torch_dtype, widened
 from torch_shard._lowering.ops.registry import lowers
 
 aten = torch.ops.aten
@@ -19,19 +20,14 @@ def _float_dtype(dtype: torch.dtype | None) -> np.dtype:
     return jax_dtype(dtype or torch.get_default_dtype())
 
 
-def _wide(dtype):
-    """JAX draws narrow floats from as few random bits as they have digits, 128 numbers in bfloat16; PyTorch rounds."""
-    return dtype if np.dtype(dtype).itemsize >= 4 else np.dtype(np.float32)
-
-
 def _uniform(key, shape, dtype, low=0.0, high=1.0):
-    drawn = jax.random.uniform(key, tuple(shape), _wide(dtype), low, high).astype(dtype)
+    drawn = jax.random.uniform(key, tuple(shape), dtype_of_sums(dtype), low, high).astype(dtype)
     below = np.nextafter(np.asarray(high, dtype), np.asarray(low, dtype))  # rounding may reach the upper bound
     return jnp.minimum(drawn, below)
 
 
 def _normal(key, shape, dtype, mean=0.0, std=1.0):
-    return (mean + std * jax.random.normal(key, tuple(shape), _wide(dtype))).astype(dtype)
+    return (mean + std * jax.random.normal(key, tuple(shape), dtype_of_sums(dtype))).astype(dtype)
 
 
 @lowers(aten.rand.default, random=True)
@@ -84,7 +80,7 @@ def bernoulli(key, probabilities):
 
 @lowers(aten.bernoulli.Tensor, random=True)
 def bernoulli_tensor(key, x, probabilities):
-    wide = probabilities.astype(_wide(probabilities.dtype))
+    wide = widened(probabilities)
     return jax.random.bernoulli(key, wide, x.shape).astype(x.dtype)
 
 
@@ -111,7 +107,7 @@ def normal_of_size(key, mean, std, size, *, dtype=None):
 
 @lowers(aten.exponential.default, random=True)
 def exponential(key, x, rate=1.0):
-    drawn = jax.random.exponential(key, x.shape, _wide(x.dtype))
+    drawn = jax.random.exponential(key, x.shape, dtype_of_sums(x.dtype))
     # PyTorch's is never zero, and its logarithm (Gumbel noise) finite; the smallest of JAX's is 0, the next 2**-23.
     return (jnp.maximum(drawn, 2.0**-24) / rate).astype(x.dtype)
 
@@ -123,12 +119,12 @@ def geometric(key, x, p):
 
 @lowers(aten.cauchy.default, random=True)
 def cauchy(key, x, median=0.0, sigma=1.0):
-    return (median + sigma * jax.random.cauchy(key, x.shape, _wide(x.dtype))).astype(x.dtype)
+    return (median + sigma * jax.random.cauchy(key, x.shape, dtype_of_sums(x.dtype))).astype(x.dtype)
 
 
 @lowers(aten.log_normal.default, random=True)
 def log_normal(key, x, mean=1.0, std=2.0):
-    return jnp.exp(_normal(key, x.shape, _wide(x.dtype), mean, std)).astype(x.dtype)
+    return jnp.exp(_normal(key, x.shape, dtype_of_sums(x.dtype), mean, std)).astype(x.dtype)
 
 
 @lowers(aten.poisson.default, random=True)
@@ -138,7 +134,7 @@ def poisson(key, rate):
 
 @lowers(aten.multinomial.default, random=True)
 def multinomial(key, weights, num_samples, replacement=False):
-    weights = weights.astype(_wide(weights.dtype))
+    weights = widened(weights)
     logits = jnp.log(weights)
     if replacement:
         draws = jax.random.categorical(key, logits, axis=-1, shape=(num_samples, *weights.shape[:-1]))
@@ -160,17 +156,17 @@ def rrelu_with_noise_functional(key, x, noise, lower=0.125, upper=1 / 3, trainin
 
 @lowers(aten._standard_gamma.default, random=True)
 def standard_gamma(key, alpha):
-    wide = alpha.astype(_wide(alpha.dtype))
+    wide = widened(alpha)
     return jax.random.gamma(key, wide, dtype=wide.dtype).astype(alpha.dtype)
 
 
 @lowers(aten._sample_dirichlet.default, random=True)
 def sample_dirichlet(key, alpha):
-    wide = alpha.astype(_wide(alpha.dtype))
+    wide = widened(alpha)
     return jax.random.dirichlet(key, wide, dtype=wide.dtype).astype(alpha.dtype)
 
 
 @lowers(aten.binomial.default, random=True)
 def binomial(key, count, probability):
-    wide = _wide(count.dtype)
-    return jax.random.binomial(key, count.astype(wide), probability.astype(wide), dtype=wide).astype(count.dtype)
+    wide = widened(count)
+    return jax.random.binomial(key, wide, widened(probability), dtype=wide.dtype).astype(count.dtype)

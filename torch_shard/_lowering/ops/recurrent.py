@@ -19,6 +19,7 @@ from torch.utils import _pytree as torch_pytree
 from torch_shard._capture import autocast_only
 from torch_shard._common.autocast_policy import LOWER
 from torch_shard._common.axes import vary_like
+from torch_shard._common.dtypes import widened
 from torch_shard._common.overrides import captured_op, gradients_again, instead_of, is_plain
 from torch_shard._common.types import PyTree
 from torch_shard._lowering.ops.packed import Lengths
@@ -209,11 +210,6 @@ def _product(x, weight):
     return jnp.matmul(x.astype(weight.dtype), weight, preferred_element_type=x.dtype)
 
 
-def _wide(x):
-    """What goes from step to step: in bfloat16 it would lose what is small beside the rest."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
 def _lstm(pre, c):
     i, f, g, o = jnp.split(pre, 4, -1)
     i, f, g, o = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
@@ -260,7 +256,8 @@ def _states(kind, gates, state, weights, reverse, mask):
             return ((state[0] - n) * z + n,)
         return (jnp.tanh(given + own) if kind == "rnn_tanh" else jax.nn.relu(given + own),)
 
-    start = vary_like(tuple(map(_wide, state)), gates, list(weights))
+    # What goes from step to step is wide: in bfloat16 it would lose what is small beside the rest.
+    start = vary_like(tuple(map(widened, state)), gates, list(weights))
     return jax.lax.scan(step, start, (gates, mask), reverse=reverse)[1]
 
 
@@ -285,10 +282,10 @@ def recurrence_backward(kind, gates, state, weights, reverse, mask, outputs, gra
 def _gradients(kind, gates, state, weights, reverse, mask, outputs, grads):
     w_hh, bias, projection = split_weights(kind, state, weights)
     before = [_shifted(s, steps, reverse) for s, steps in zip(state, outputs, strict=True)]
-    own = _own(_wide(before[0]), w_hh, bias)
+    own = _own(widened(before[0]), w_hh, bias)
     back = {"lstm": _lstm_back, "gru": _gru_back}.get(kind, _rnn_back)
     factors, step = back(kind, gates, own, before, outputs, w_hh, projection)
-    start = vary_like(tuple(jnp.zeros_like(_wide(s)) for s in state), list(grads), factors, w_hh, projection)
+    start = vary_like(tuple(jnp.zeros_like(widened(s)) for s in state), list(grads), factors, w_hh, projection)
 
     def masked_step(later, given):
         given, there = given

@@ -32,6 +32,7 @@ _WRONG_IN_TORCHAX = (
     "polygamma",
     "digamma",
     "take",
+    "linalg_lstsq",
     "linalg_pinv",
     "median",
     "nanmedian",

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 
 from torch_shard._common.axes import local_vjp
+from torch_shard._lowering.ops.conv import weighted
 from torch_shard._lowering.ops.registry import in_float32, lowers
 
 aten = torch.ops.aten
@@ -95,74 +95,40 @@ def _cubic(x, a):
 
 def _gather(x, places):
     """X (N, C, *space) at one index per dim, each (N, *out); zero outside."""
-    space = x.shape[2:]
-    flat, inside = jnp.zeros((), jnp.int32), jnp.ones((), bool)
-    for index, size in zip(places, space, strict=True):
-        inside = inside & (index >= 0) & (index < size)
-        flat = flat * size + jnp.clip(index, 0, max(size - 1, 0))
-    out = flat.shape[1:]
-    index = flat.reshape(flat.shape[0], 1, math.prod(out))
-    values = jnp.take_along_axis(x.reshape(*x.shape[:2], math.prod(space)), index, axis=2)
-    return jnp.where(inside[:, None], values.reshape(*x.shape[:2], *out), 0)
+
+    def of_image(x, *at):
+        return x.at[(slice(None), *at)].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+    return jax.vmap(of_image)(x, *places)
 
 
-def _scale(size, out, align_corners, scale):
+def _step(size, out, align_corners, scale):
+    """How far apart two places are of which values are wanted."""
     if align_corners:
         return (size - 1) / (out - 1) if out > 1 else 0.0
     return 1 / scale if scale else size / out
 
 
-def _filtered(radius, kernel, align_corners, size, out, scale):
-    """Antialiasing: indices and weights (out, taps) of a kernel that is as wide as the step."""
-    step = _scale(size, out, align_corners, scale)
-    support, shrink = (radius * step, 1 / step) if step >= 1 else (float(radius), 1.0)
-    centre = step * (np.arange(out) + 0.5)
-    first = np.maximum((centre - support + 0.5).astype(int), 0)
-    count = np.minimum((centre + support + 0.5).astype(int), size) - first
-    index = first[:, None] + np.arange(count.max(initial=1))
-    weight = np.asarray(kernel(np.abs((index - centre[:, None] + 0.5) * shrink)))
-    weight = np.where(np.arange(index.shape[1]) < count[:, None], weight, 0)
-    return np.clip(index, 0, size - 1), weight / weight.sum(1, keepdims=True)
-
-
-def _triangle(x):
-    return np.maximum(0, 1 - x)
-
-
-def _lanczos(x):
-    return np.where(x < 3, np.sinc(x) * np.sinc(x / 3), 0)
-
-
-def _nearest(exact, size, out, scale):
-    step = np.float32(_scale(size, out, False, scale))  # torch computes the places in float32
-    places = (np.arange(out, dtype=np.float32) + np.float32(0.5 if exact else 0)) * step
-    return np.minimum(places.astype(int), size - 1)[:, None], np.ones((out, 1))
-
-
-def _resample(x, taps):
-    """Weighted sums along the last dims, one `(indices, weights)` of shape (out, taps) for each."""
-    for position, (index, weight) in enumerate(taps):
-        axis = x.ndim - len(taps) + position
-        spread = (-1, *(1,) * (x.ndim - 1 - axis))
-        parts = [
-            jnp.take(x, index[:, tap], axis=axis) * jnp.asarray(weight[:, tap].reshape(spread), x.dtype)
-            for tap in range(index.shape[1])
-        ]
-        x = functools.reduce(jnp.add, parts)
-    return x
-
-
-def _resample_back(grad, input_size, taps):
-    return local_vjp(lambda x: _resample(x, taps), jnp.zeros(input_size, grad.dtype), cotangent=grad)[1][0]
-
-
-def _by_dim(taps, space, output_size, scales):
-    return [taps(*sizes) for sizes in zip(space, output_size, scales or (None,) * len(space), strict=True)]
+def _by_dim(of_dim, space, output_size, scales):
+    return [of_dim(*sizes) for sizes in zip(space, output_size, scales or (None,) * len(space), strict=True)]
 
 
 def _nearest_backward(exact, grad, output_size, input_size, *scales):
-    taps = _by_dim(functools.partial(_nearest, exact), input_size[2:], output_size, scales)
-    return _resample_back(grad, input_size, taps)
+    def place(size, out, scale):
+        step = np.float32(_step(size, out, False, scale))  # torch computes the places in float32
+        places = (np.arange(out, dtype=np.float32) + np.float32(0.5 if exact else 0)) * step
+        return np.minimum(places.astype(int), size - 1)
+
+    def forward(x):
+        for dim, index in enumerate(_by_dim(place, input_size[2:], output_size, scales)):
+            x = jnp.take(x, index, axis=2 + dim)
+        return x
+
+    return _backward_of(forward, grad, input_size)
+
+
+def _backward_of(forward, grad, input_size):
+    return local_vjp(forward, jnp.zeros(input_size, grad.dtype), cotangent=grad)[1][0]
 
 
 for _rank in (1, 2, 3):
@@ -171,28 +137,33 @@ for _rank in (1, 2, 3):
         lowers(getattr(aten, f"{_name}{_rank}d_backward").default)(_backward)
 
 
-def _antialiased(radius, kernel):
-    def taps(space, output_size, align_corners, *scales):
-        filtered = functools.partial(_filtered, radius, kernel, align_corners)
-        return _by_dim(filtered, space, output_size, scales)
+def _antialiased(kernel, x, output_size, align_corners, *scales):
+    """By a kernel that is as wide as the step."""
 
-    def forward(x, output_size, *options):
-        return _resample(x, taps(x.shape[2:], output_size, *options))
+    def matrix(size, out, scale):
+        step = _step(size, out, align_corners, scale)
+        apart = np.arange(size) + 0.5 - step * (np.arange(out)[:, None] + 0.5)
+        weights = kernel(np.abs(apart) / max(step, 1))
+        return weights / weights.sum(1, keepdims=True)
 
-    def backward(grad, output_size, input_size, *options):
-        return _resample_back(grad, input_size, taps(input_size[2:], output_size, *options))
+    is_of_bytes = not jnp.issubdtype(x.dtype, jnp.floating)
+    matrices = _by_dim(matrix, x.shape[2:], output_size, scales)
+    found = weighted(x.astype(jnp.float32) if is_of_bytes else x, matrices)
+    return jnp.clip(jnp.round(found), 0, 255) if is_of_bytes else found
 
-    return forward, backward
+
+def _antialiased_backward(kernel, grad, output_size, input_size, *options):
+    return _backward_of(lambda x: _antialiased(kernel, x, output_size, *options), grad, input_size)
 
 
-_FILTERS = {
-    "bilinear": (1, _triangle),
-    "bicubic": (2, lambda x: _cubic(x, -0.5)),
-    "lanczos": (3, _lanczos),
+_KERNELS = {
+    "bilinear": lambda x: np.maximum(1 - x, 0),
+    "bicubic": lambda x: _cubic(x, -0.5),
+    "lanczos": lambda x: np.where(x < 3, np.sinc(x) * np.sinc(x / 3), 0),
 }
 
-for _name, (_radius, _kernel) in _FILTERS.items():
+for _name, _kernel in _KERNELS.items():
     if hasattr(aten, f"_upsample_{_name}2d_aa"):  # lanczos came with torch 2.13
-        _forward, _backward = _antialiased(_radius, _kernel)
-        lowers(getattr(aten, f"_upsample_{_name}2d_aa").default)(_forward)
+        lowers(getattr(aten, f"_upsample_{_name}2d_aa").default)(functools.partial(_antialiased, _kernel))
+        _backward = functools.partial(_antialiased_backward, _kernel)
         lowers(getattr(aten, f"_upsample_{_name}2d_aa_backward").default)(_backward)

@@ -12,21 +12,15 @@ aten = torch.ops.aten
 _START = {"sum": 0, "mean": 0, "prod": 1, "max": -jnp.inf, "min": jnp.inf}
 
 
-def _bounds(data, lengths, offsets, axis):
-    """First and last-plus-one place of each segment: (*outer dims, segments)."""
-    if offsets is None:
-        ends = jnp.cumsum(lengths, axis=axis)
-        return ends - lengths, ends
-    return jnp.take(offsets, jnp.arange(offsets.shape[axis] - 1), axis), jnp.take(
-        offsets, jnp.arange(1, offsets.shape[axis]), axis
-    )
-
-
 def _members(data, lengths, offsets, axis):
     """Tell whether each place along `axis` is in each segment: (*outer, segments, length, 1 for every inner dim)."""
-    starts, ends = (bound[..., None] for bound in _bounds(data, lengths, offsets, axis))
+    if offsets is None:
+        ends = jnp.cumsum(lengths, -1)
+        starts = ends - lengths
+    else:
+        starts, ends = offsets[..., :-1], offsets[..., 1:]
     places = jnp.arange(data.shape[axis])
-    inside = (places >= starts) & (places < ends)
+    inside = (places >= starts[..., None]) & (places < ends[..., None])
     return inside.reshape(*inside.shape, *(1,) * (data.ndim - axis - 1))
 
 
@@ -85,17 +79,6 @@ def cdist_backward(grad, x1, x2, p, cdist):
     diff = x1[..., :, None, :] - x2[..., None, :, :]
     per_point = jnp.sum(_distance_gradient(grad[..., None], diff, cdist[..., None], p), axis=-2)
     return per_point if diff.size else jnp.zeros(x1.shape, x1.dtype)  # autograd sums over what was broadcast
-
-
-@lowers(aten._pdist_forward.default)
-def pdist_forward(x, p=2.0):
-    first, second = np.triu_indices(x.shape[0], 1)
-    size = jnp.abs(x[first] - x[second])
-    if p == 0:
-        return jnp.sum(size != 0, -1).astype(x.dtype)
-    if p == jnp.inf:
-        return jnp.max(size, -1, initial=0)
-    return jnp.sqrt(jnp.sum(size * size, -1)) if p == 2 else jnp.sum(size**p, -1) ** (1 / p)
 
 
 @lowers(aten._pdist_backward.default)

@@ -55,15 +55,6 @@ def sign(x):
     return x if x.dtype == bool else jnp.sign(x)
 
 
-@lowers(aten.sgn.default)
-def sgn(x):
-    """The sign; of a complex number, the number over its magnitude."""
-    if not jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return sign(x)
-    size = jnp.abs(x)
-    return jnp.where(size == 0, 0, x / jnp.where(size == 0, 1, size))
-
-
 @lowers(aten.angle.default)
 def angle(x):
     x = _floating(x)
@@ -76,11 +67,7 @@ def angle(x):
 def digamma(x):
     """At zero it has the infinity of the side that zero's sign tells; at the other poles NaN."""
     x = _floating(x)
-    below = x < 0
-    phase = x - jnp.round(x)  # exact, so that the reflection holds near the poles
-    inside = special.digamma(jnp.where(x == 0, 1, jnp.where(below, 1 - x, x)))
-    reflected = jnp.where(phase == 0, jnp.nan, inside - np.pi / jnp.tan(np.pi * phase))
-    return jnp.where(x == 0, jnp.copysign(jnp.inf, -x), jnp.where(below, reflected, inside)).astype(x.dtype)
+    return jnp.where(x == 0, jnp.copysign(jnp.inf, -x), jax.lax.digamma(x))
 
 
 @lowers(aten.polygamma.default)
@@ -174,12 +161,6 @@ def efficientzerotensor(size, *, dtype=None):
 
 
 lowers(aten._neg_view.default)(jnp.negative)
-lowers(aten._conj.default, aten._conj_physical.default)(jnp.conj)
-
-
-@lowers(aten.resolve_conj.default, aten.resolve_neg.default)
-def resolve(x):
-    return x
 
 
 @lowers(aten.special_spherical_bessel_j0.default)
