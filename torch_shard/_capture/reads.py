@@ -31,7 +31,7 @@ _GETS_ANY = frozenset({"getattr", "hasattr", "vars", "__dict__", "asdict", "astu
 
 _OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
-_CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
+_CONSTRUCTORS = ("__init__", "__post_init__")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +170,8 @@ class Reads:
                 self._object(name, value, names)
 
     def _leave(self, frame: FrameType, value: object) -> None:
+        if frame.f_code.co_name == "__new__":
+            self._made[id(value)] = value
         caller = None if frame.f_back is None else self._own.get(id(frame.f_back.f_code))
         if caller is not None and value is not None:
             self._object(f"{frame.f_code.co_name}()", value, caller.attributes)
