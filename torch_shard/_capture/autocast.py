@@ -31,7 +31,6 @@ from torch_shard._common.types import PyTree
 class _Active(threading.local):
     depth = 0
     """Number of autocast regions of an accelerator that are entered in the capture of this thread."""
-    capturing = False
     entered: tuple[torch.autocast, ...] = ()
     """Those that stand in the capture for the regions that are entered."""
     refuses_float16 = False
@@ -93,11 +92,8 @@ def cast_once(func: Callable[..., object], args: PyTree, last: SharedCast | None
 @contextlib.contextmanager
 def autocast_on_fakes() -> Iterator[None]:
     """Let regions of `torch.autocast` for any device act on the CPU tensors of a capture, also one entered outside."""
-    if _ACTIVE.capturing:  # a capture within a capture: they do, and one that is active is so within
-        yield
-        return
     outside = [d for d in ("jax", "cuda") if torch.is_autocast_enabled(d)]
-    with having(_ACTIVE, depth=0, entered=(), capturing=True), contextlib.ExitStack() as stack:
+    with having(_ACTIVE, depth=0, entered=()), contextlib.ExitStack() as stack:
         for name, wrap in (("__init__", _init), ("__enter__", _enter), ("__exit__", _exit)):
             stack.enter_context(patched(torch.autocast, name, wrap))
         dtype = torch.get_autocast_dtype(outside[0]) if outside else None

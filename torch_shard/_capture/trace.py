@@ -26,7 +26,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._capture.autocast import autocast_only
-from torch_shard._capture.autograd_functions import standins_given
 from torch_shard._capture.constants import (
     Constants,
     bits_of,
@@ -190,7 +189,7 @@ def _capture(
 
     def traced(*args: torch.Tensor) -> list[torch.Tensor]:
         own.tracer = tracer()  # for `_revive`, too
-        with annotated(module=""), capture_mode.seeing(), capture_environment(), standins_given(), values:
+        with annotated(module=""), capture_mode.seeing(), capture_environment(), values:
             with calls_seen(True):
                 outputs, other = fn(*args)
             outputs = values.where_assumed(outputs)
