@@ -515,7 +515,7 @@ def test_what_is_too_large_to_compare_is_named_once(caplog: pytest.LogCaptureFix
     state, _ = step(state, batch)
     assert step.num_compiles == 2
     (said,) = (r.getMessage() for r in caplog.records if "too large" in r.getMessage())
-    assert "large (200,000 items), table (a NumPy array of 8,388,608 bytes)" in said
+    assert "large (200,000 items), table (an array of 8,388,608 bytes)" in said
     assert "make them tensors" in said
     large.append(1.0)
     step(state, batch)
