@@ -180,8 +180,8 @@ class Walk:
         """Follow the attributes of an object that are read."""
         held: dict[str, Any] = {} if isinstance(value, type) else instance_dict(value)
         if is_record(value) or _is_whole(value):
-            read = held.keys() if _is_whole(value) or self._settings is None else held.keys() & self._settings
-            read = held.keys() if names is None else read
+            settings = None if names is None or _is_whole(value) else self._settings
+            read = held.keys() if settings is None else held.keys() & settings
             self._attributes(name, held, sorted(read), names)
         if names is None:
             return
@@ -312,7 +312,7 @@ def instance_dict(value: object) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def attribute_of(owner: object, name: str, default: object = None) -> object:
+def attribute_of(owner: object, name: str, default: object = None) -> Any:
     try:
         return getattr(owner, name, default)
     except ValueError:  # a cell that is not assigned yet
