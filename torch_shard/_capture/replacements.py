@@ -116,20 +116,6 @@ def trunc_normal_(
         return tensor.copy_(drawn.mul_(std * math.sqrt(2)).add_(mean).clamp_(min=a, max=b))
 
 
-@instead_of_attribute(torch.nn.init, "sparse_")
-def sparse_(
-    tensor: torch.Tensor, sparsity: float, std: float = 0.01, generator: torch.Generator | None = None
-) -> torch.Tensor:
-    """Normal numbers with the same share of zeros in each column; PyTorch's goes through the columns one by one."""
-    if tensor.ndim != 2:
-        raise ValueError("Only tensors with 2 dimensions are supported")
-    num_zeros = math.ceil(sparsity * tensor.shape[0])
-    with torch.no_grad():
-        ranks = torch.rand(tensor.shape).argsort(0).argsort(0)
-        tensor.normal_(0, std, generator=generator)
-        return tensor.masked_fill_(ranks < num_zeros, 0)
-
-
 @instead_of(torch.Tensor.random_)
 def random_(
     tensor: torch.Tensor, low: int | None = None, to: int | None = None, *, generator: torch.Generator | None = None
