@@ -208,9 +208,9 @@ class HostPart:
         """The results that are inputs of the program, as they were at the capture."""
         return [tensor for question in self._questions for tensor in question.given or ()]
 
-    def meaning(self) -> list[Hashable]:
+    def meaning(self) -> list[object]:
         """What it computes of what, for comparison with another one."""
-        found: list[Hashable] = [(node.name, bits_of(literal)) for node, literal in self._literals.items()]
+        found: list[object] = [(node.name, bits_of(literal)) for node, literal in self._literals.items()]
         for step in self._steps:
             if isinstance(step, Question):
                 found.append((step.call[0], repr(step.call[1:]), step.given is None))

@@ -351,11 +351,25 @@ def _errors_for_users() -> Iterator[None]:
         ) from error
 
 
+def same_closure(first: Captured, second: Captured) -> bool:
+    """Tell whether two captures with the same graph close over the same tensors.
+
+    Literals are compared by value, and what the host is asked for by how it is computed there.
+    """
+    if first.host is not None and second.host is not None and first.host.meaning() == second.host.meaning():
+        asked = {id(a): id(b) for a, b in zip(first.host.given, second.host.given, strict=True)}
+    else:
+        asked = {}
+    return len(first.closure) == len(second.closure) and all(
+        a is b or asked.get(id(a)) == id(b) or (is_literal(a) and is_literal(b) and bits_of(a) == bits_of(b))
+        for a, b in zip(first.closure, second.closure, strict=True)
+    )
+
+
 def meaning(captured: Captured) -> tuple[Hashable, ...]:
     """The operators of a program in order; programs with equal ones compute the same.
 
-    A causal mask is the same whether the program builds it or has it given. Inputs from the host are compared by how
-    they are computed there.
+    A causal mask is the same whether the program builds it or has it given.
     """
     graph = captured.module.graph
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
@@ -363,8 +377,6 @@ def meaning(captured: Captured) -> tuple[Hashable, ...]:
     constants = Constants(graph, None, {node: t for node, t in closure.items() if is_literal(t)})
     names: dict[Node, str] = {}
     numbers = itertools.count()
-    given = captured.host.given if captured.host else []
-    answers = {id(tensor): f"answer {n}" for n, tensor in enumerate(given)}
 
     def name(node: Node) -> str:
         if node not in names:
@@ -372,10 +384,10 @@ def meaning(captured: Captured) -> tuple[Hashable, ...]:
             names[node] = bits_of(value) if isinstance(value, torch.Tensor) else f"%{next(numbers)}"
         return names[node]
 
-    found: list[Hashable] = captured.host.meaning() if captured.host and given else []
+    found: list[Hashable] = []
     for node in graph.nodes:
         if node in closure and not is_literal(closure[node]):
-            names[node] = answers.get(id(closure[node]), f"closure {id(closure[node])}")
+            names[node] = f"closure {id(closure[node])}"
         elif node.op == "placeholder":
             name(node)
         elif node.op != "call_function" or not isinstance(constants.value(node), torch.Tensor):
@@ -383,6 +395,13 @@ def meaning(captured: Captured) -> tuple[Hashable, ...]:
             args = args_of(node)
             if "called" in node.meta:  # its first argument is a number of this capture
                 args = (node.meta["called"], *args[1:])
-            found.append((str(node.target), repr(fill_in((args, node.kwargs), name)), place))
+            found.append((str(node.target), repr(fill_in((args, node.kwargs), lambda n: _Name(name(n)))), place))
             name(node)
     return tuple(found)
+
+
+class _Name(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)

@@ -28,6 +28,7 @@ from torch_shard._capture import (
     module_roots,
     new_values,
     replaces_tensors,
+    same_closure,
 )
 from torch_shard._common.axes import manual_axes, still_hold, tracked_axes
 from torch_shard._common.dtypes import has_x64
@@ -118,20 +119,20 @@ class Program(Generic[Aux]):
         """Tell whether named axes have the sizes that they had at the capture."""
         return still_hold(self.graph.axes)
 
-    def _inner_code(self) -> list[str]:
-        return [module.code for module in self._inner()]
+    def _code(self, graph: Captured[Aux]) -> list[str]:
+        return [graph.module.code, *(module.code for module in self._inner())]
 
     def _check_next_call(self, fn: TensorFn[Aux], specs: Sequence[Spec], what: str) -> None:
         """Refuse a callable whose next call is another program, for what this one has left on modules."""
         changed = self.graph.changed
         if not changed:
             return
-        inner = self._inner_code()
+        first = self._code(self.graph)
         with new_values(changed), _explaining(changed, what):
             made_buffers(changed)
             second = capture(fn, specs, keep=keeps_whole)
-        if self._inner_code() != inner or meaning(second) != meaning(self.graph):
-            is_proved = not inner and self.graph.host is None
+        if not self._means_the_same(first, second):
+            is_proved = len(first) == 1 and self.graph.host is None
             if not is_proved and all(map(_is_of_constants, changed)):  # a table that is made once: found from now on
                 self.graph = dataclasses.replace(second, changed=changed)
                 return
@@ -147,6 +148,11 @@ class Program(Generic[Aux]):
                     "register a buffer.",
                     change.what,
                 )
+
+    def _means_the_same(self, first: list[str], second: Captured[Aux]) -> bool:
+        if self._code(second) == first and same_closure(self.graph, second):
+            return True
+        return len(first) == 1 and meaning(second) == meaning(self.graph)
 
 
 def _is_of_constants(change: Change) -> bool:
