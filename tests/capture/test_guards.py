@@ -315,6 +315,19 @@ def closures() -> dict[str, Callable[[], tuple[nn.Module, Any, Callable[[], None
         read = lambda: normal.log_prob(torch.tensor(1.0))  # noqa: E731
         return nn.Linear(8, 8), times(read), lambda: setattr(normal, "scale", torch.tensor(3.0))  # pyright: ignore
 
+    def class_with_a_constructor() -> Any:
+        class Own:
+            scale = 1.0
+
+            def __new__(cls) -> Any:
+                return super().__new__(cls)
+
+            @classmethod
+            def current(cls) -> float:
+                return cls.scale
+
+        return nn.Linear(8, 8), times(lambda: Own().current()), lambda: setattr(Own, "scale", 3.0)
+
     def array_of_python() -> Any:
         held = array.array("d", [1.0])
         return nn.Linear(8, 8), times(lambda: held[0]), lambda: held.__setitem__(0, 3.0)
@@ -361,7 +374,7 @@ def closures() -> dict[str, Callable[[], tuple[nn.Module, Any, Callable[[], None
     made += (closure_of_a_called_function, returned_object, numpy_array, attribute_of_a_class)
     made += (object_of_the_model, swapped_submodule, appended_submodule, forward_of_an_instance)
     made += (absent_attribute, absent_attribute_of_the_model, absent_global, named_like_a_global, forward_of_a_class)
-    made += (distribution, array_of_python, proxy_of_a_dict)
+    made += (distribution, class_with_a_constructor, array_of_python, proxy_of_a_dict)
     made += (forward_hook, dropped_default, in_another_layer, teacher)
     made += (cell, reassigned_tensor, module_global, bound_method, partial)
     made += (through_methods, through_forward, called_object)
@@ -502,7 +515,7 @@ def test_what_is_too_large_to_compare_is_named_once(caplog: pytest.LogCaptureFix
     state, _ = step(state, batch)
     assert step.num_compiles == 2
     (said,) = (r.getMessage() for r in caplog.records if "too large" in r.getMessage())
-    assert "large (200,000 items), table (a NumPy array of 8,388,608 bytes)" in said
+    assert "large (200,000 items), table (an array of 8,388,608 bytes)" in said
     assert "make them tensors" in said
     large.append(1.0)
     step(state, batch)

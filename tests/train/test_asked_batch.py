@@ -1,6 +1,7 @@
 """Python that asks for a value, or a size, that depends on the batch: computed on the host before each call."""
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,17 @@ def like_what_is_computed(model: nn.Module, batch: Batch) -> torch.Tensor:
     if mask.bool().any() and (mask[:, 3] > 0).any():
         return y.square().mean()
     return (y * mask).sum()
+
+
+def signed(model: nn.Module, batch: Batch) -> torch.Tensor:
+    x, _ = batch
+    return model(x).square().mean() * math.copysign(1.0, x[0, 0].item())
+
+
+def test_zeros_of_either_sign_are_two_values() -> None:
+    x, labels = A
+    batches = [(torch.cat([torch.full_like(x[:1], zero), x[1:]]), labels) for zero in (0.0, -0.0)]
+    agrees_with_torch(net(), signed, batches)
 
 
 @pytest.mark.parametrize("loss_fn", [sorted_selection, one_after_another, written, like_what_is_computed])

@@ -10,7 +10,6 @@ that nothing but norms and losses is computed in float32. It is one mode for cap
 
 import contextlib
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal
@@ -31,7 +30,6 @@ from torch_shard._common.types import PyTree
 class _Active(threading.local):
     depth = 0
     """Number of autocast regions of an accelerator that are entered in the capture of this thread."""
-    capturing = False
     entered: tuple[torch.autocast, ...] = ()
     """Those that stand in the capture for the regions that are entered."""
     refuses_float16 = False
@@ -40,18 +38,22 @@ class _Active(threading.local):
 _ACTIVE = _Active()
 
 
-@functools.cache
-def _float32_functions() -> frozenset[Callable[..., object]]:
+def _functions(names: Collection[str]) -> frozenset[Callable[..., object]]:
     owners = (torch, F, torch.Tensor, torch.special)
-    return frozenset(getattr(owner, name) for owner in owners for name in FLOAT32 if hasattr(owner, name))
+    return frozenset(getattr(owner, name) for owner in owners for name in names if hasattr(owner, name))
+
+
+_IN_FLOAT32 = _functions(FLOAT32)
+
+_CAST_ONCE = _functions(("linear", "matmul", "__matmul__", "mm", "bmm", "conv1d", "conv2d", "conv3d"))
 
 
 def widened(func: Callable[..., object], args: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree]:
     """The arguments of a torch call as an autocast region of an accelerator passes them on, if one is active."""
     active = _ACTIVE.depth > 0 and torch.is_autocast_enabled("cpu")
-    if not active or func not in _float32_functions():
+    if not active or func not in _IN_FLOAT32:
         return args, kwargs
-    return torch_pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in LOWER else t, (args, kwargs))
+    return _mapped((args, kwargs), lambda t: t.dtype in LOWER, torch.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +73,9 @@ class SharedCast:
         return tensor is self.wide and tensor._version == self.version
 
 
-@functools.cache
-def _products() -> frozenset[Callable[..., object]]:
-    convolutions = [getattr(owner, f"conv{dims}d") for owner in (torch, F) for dims in (1, 2, 3)]
-    matmuls = [torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.bmm]
-    return frozenset([F.linear, *matmuls, *convolutions])
-
-
 def cast_once(func: Callable[..., object], args: PyTree, last: SharedCast | None) -> tuple[PyTree, SharedCast | None]:
     """The arguments of a product, of which the first is cast once for products that follow one another."""
-    if func not in _products() or not args or _ACTIVE.depth == 0 or not torch.is_autocast_enabled("cpu"):
+    if func not in _CAST_ONCE or not args or _ACTIVE.depth == 0 or not torch.is_autocast_enabled("cpu"):
         return args, last
     x, *others = args
     if not isinstance(x, torch.Tensor) or x.dtype is not torch.float32 or x.is_leaf or is_transformed([x]):
@@ -93,11 +88,8 @@ def cast_once(func: Callable[..., object], args: PyTree, last: SharedCast | None
 @contextlib.contextmanager
 def autocast_on_fakes() -> Iterator[None]:
     """Let regions of `torch.autocast` for any device act on the CPU tensors of a capture, also one entered outside."""
-    if _ACTIVE.capturing:  # a capture within a capture: they do, and one that is active is so within
-        yield
-        return
     outside = [d for d in ("jax", "cuda") if torch.is_autocast_enabled(d)]
-    with having(_ACTIVE, depth=0, entered=(), capturing=True), contextlib.ExitStack() as stack:
+    with having(_ACTIVE, depth=0, entered=()), contextlib.ExitStack() as stack:
         for name, wrap in (("__init__", _init), ("__enter__", _enter), ("__exit__", _exit)):
             stack.enter_context(patched(torch.autocast, name, wrap))
         dtype = torch.get_autocast_dtype(outside[0]) if outside else None

@@ -7,7 +7,6 @@ around the capture.
 
 import contextlib
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
@@ -23,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch_shard._capture.fakes import is_fake, tracer
 from torch_shard._capture.function_mode import annotated, as_captured, current_mode
 from torch_shard._capture.provenance import calls_seen, current_user_line
-from torch_shard._common.patching import Owner, having, patched
+from torch_shard._common.patching import Owner, patched
 
 
 def nodes_behind(tensors: Iterable[torch.Tensor]) -> Iterator[Node]:
@@ -52,20 +51,10 @@ def leaves_behind(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [leaf for leaf in variables if isinstance(leaf, torch.Tensor)]
 
 
-class _Given(threading.local):
-    now = False
-
-
-_GIVEN = _Given()
-
-
 @contextlib.contextmanager
 def standins_given() -> Iterator[None]:
     """Let them see what stands for their arguments in the capture, and in those within it."""
-    if _GIVEN.now:
-        yield
-        return
-    with having(_GIVEN, now=True), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         for owner, name in _takers():
             stack.enter_context(patched(owner, name, _on_standins))
         stack.enter_context(patched(torch.autograd, "_engine_run_backward", _seen))

@@ -37,15 +37,12 @@ def leads_only_to_raise(frame: FrameType) -> bool | None:
         the code for it then does nothing. None where the value decides about anything else, and where there is no
         source to read.
     """
-    code = frame.f_code
-    source = _read("".join(linecache.getlines(code.co_filename, frame.f_globals)))
-    if source is None:
-        return None
-    asked = source.asked(list(code.co_positions())[: frame.f_lasti // 2 + 1])
-    if asked is None or source.first_line(asked) != code.co_firstlineno:  # the file is another one by now
+    source, code = _source_of(frame), frame.f_code
+    asked = source and source.asked(list(code.co_positions())[: frame.f_lasti // 2 + 1])
+    if source is None or asked is None or source.first_line(asked) != code.co_firstlineno:  # the file has changed
         return None
     if source.is_settled(asked, frame):
-        return isinstance(source.parent(asked).op, ast.And)
+        return isinstance(source.parents[asked].op, ast.And)
     if source.only_writes_where(asked):
         return True
     ways = ((value, falls_through) for falls_through in (False, True) for value in (True, False))
@@ -54,11 +51,11 @@ def leads_only_to_raise(frame: FrameType) -> bool | None:
 
 def lengths_compared(frame: FrameType) -> list[Any]:
     """What has its lengths compared at the present instruction, which asks for one: `len(a) == len(b)`, and no more."""
-    source = _read("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
-    call = source and source.at(list(frame.f_code.co_positions())[frame.f_lasti // 2])
+    source = _source_of(frame)
+    call = source and source.nodes.get(list(frame.f_code.co_positions())[frame.f_lasti // 2])
     if source is None or call is None or source.first_line(call) != frame.f_code.co_firstlineno:
         return []
-    match source.parent(call):
+    match source.parents[call]:
         case ast.Compare(left=left, ops=ops, comparators=others) if all(type(op) in _OF_NUMBERS for op in ops):
             found = [_measured(side) for side in (left, *others)]
         case _:
@@ -79,6 +76,10 @@ def _measured(side: ast.expr) -> ast.expr | None:
             return None
 
 
+def _source_of(frame: FrameType) -> "_Source | None":
+    return _read("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
+
+
 @functools.lru_cache(maxsize=32)
 def _read(text: str) -> "_Source | None":
     try:
@@ -91,8 +92,8 @@ class _Source:
     """A syntax tree whose nodes know their places and their parents."""
 
     def __init__(self, tree: ast.Module) -> None:
-        self._parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-        self._nodes = {_place(node): node for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt)}
+        self.parents: dict[Any, Any] = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        self.nodes = {_place(node): node for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt)}
 
     def asked(self, places: list[_Place]) -> ast.expr | None:
         """The expression whose truth an instruction asks for.
@@ -101,28 +102,20 @@ class _Source:
             places: Of the instructions of a function up to this one. Where the last stands for a whole statement (in
                 Python 3.11, and in an assert that pytest has rewritten), the one before it computed the value.
         """
-        found = self._nodes.get(places[-1])
+        found = self.nodes.get(places[-1])
         if isinstance(found, ast.If | ast.Assert):
             statement, before = found, (place for place in reversed(places) if place != places[-1])
-            found = self._nodes.get(next(before, places[-1]))
+            found = self.nodes.get(next(before, places[-1]))
             if found is None or not any(found is node for node in ast.walk(statement.test)):
                 return None
         if isinstance(found, ast.UnaryOp) and isinstance(found.op, ast.Not):
             return found.operand  # `not` gives a bool, so that what was asked is what it stands before
         return found if isinstance(found, ast.expr) and not _asks_another(found) else None
 
-    def at(self, place: _Place) -> Any:
-        """The expression or statement at a place, or None."""
-        return self._nodes.get(place)
-
-    def parent(self, node: ast.AST) -> Any:
-        """The node around a node."""
-        return self._parents[node]
-
     def is_settled(self, asked: ast.expr, frame: FrameType) -> bool:
         """Tell whether a plain comparison after an expression decides the `and`, or the `or`, of both in any case."""
-        both = self._parents[asked]
-        if not isinstance(both, ast.BoolOp) or getattr(self._parents[both], "test", None) is not both:
+        both = self.parents[asked]
+        if not isinstance(both, ast.BoolOp) or getattr(self.parents[both], "test", None) is not both:
             return False
         following = dict(itertools.pairwise(both.values)).get(asked)
         if following is None or any(not isinstance(node, _PLAIN) for node in ast.walk(following)):
@@ -132,7 +125,7 @@ class _Source:
 
     def only_writes_where(self, asked: ast.expr) -> bool:
         """Tell whether it is an `if mask.any():` that does nothing but write plain values to the places of the mask."""
-        match self._parents[asked], asked:
+        match self.parents[asked], asked:
             case (
                 ast.If(test=test, body=body, orelse=[]),
                 ast.Call(func=ast.Attribute(value=ast.Name(id=mask), attr="any"), args=[], keywords=[]),
@@ -144,7 +137,7 @@ class _Source:
     def first_line(self, node: ast.AST) -> int:
         """The number of the line at which the function around a node begins."""
         while not isinstance(node, _SCOPES):
-            node = self._parents[node]
+            node = self.parents[node]
         decorators = [d.lineno for d in getattr(node, "decorator_list", ())]
         return min([getattr(node, "lineno", 1), *decorators])
 
@@ -159,7 +152,7 @@ class _Source:
         if isinstance(asked, ast.Compare) and len(asked.ops) > 1 and value:
             return False  # the next of the chain decides
         node: ast.AST = asked
-        while isinstance(parent := self._parents[node], ast.expr):
+        while isinstance(parent := self.parents[node], ast.expr):
             settled = _truth_above(parent, node, value)
             if settled is None:
                 return False
@@ -174,7 +167,7 @@ class _Source:
 
     def _after(self, statement: ast.AST) -> list[ast.stmt]:
         """The statements that follow on one, as far as no loop or function ends."""
-        parent = self._parents[statement]
+        parent = self.parents[statement]
         blocks: list[list[Any]] = [getattr(parent, name, []) for name in ("body", "orelse", "finalbody")]
         block = next(block for block in [*blocks, [statement]] if statement in block)
         rest = block[block.index(statement) + 1 :]
@@ -184,7 +177,7 @@ class _Source:
         """Tell whether a `try` of the same function lies around; leaving a `with` block does not count."""
         node: ast.AST = statement
         while not isinstance(node, _SCOPES):
-            parent = self._parents[node]
+            parent = self.parents[node]
             if isinstance(parent, ast.Try | ast.TryStar) and (node in parent.body or parent.finalbody):
                 return True
             node = parent

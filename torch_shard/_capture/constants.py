@@ -148,7 +148,6 @@ def constants_to_inputs(graph: torch.fx.GraphModule) -> list[torch.Tensor]:
     """Turn the tensors that the trace met on its way into further inputs, so that their values stay live."""
     found: dict[str, torch.Tensor] = {}
     placeholders: dict[str, torch.fx.Node] = {}
-    last_input = [n for n in graph.graph.nodes if n.op == "placeholder"][-1:]
     for node in list(graph.graph.nodes):
         if node.op != "get_attr" or not isinstance(value := getattr(graph, node.target), torch.Tensor):
             continue
@@ -156,9 +155,7 @@ def constants_to_inputs(graph: torch.fx.GraphModule) -> list[torch.Tensor]:
             found[node.target] = value
             if all(user.target is aten.lift_fresh_copy.default for user in node.users):
                 note_literal(value)
-            anchor = [*last_input, *placeholders.values()][-1:]
-            point = graph.graph.inserting_after(anchor[0]) if anchor else graph.graph.inserting_before()
-            with point:
+            with graph.graph.inserting_before(node):
                 placeholders[node.target] = graph.graph.placeholder(f"closure{len(found)}")
                 placeholders[node.target].meta["value"] = value
         node.replace_all_uses_with(placeholders[node.target])

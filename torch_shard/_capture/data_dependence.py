@@ -32,9 +32,6 @@ DEVICE_OF = torch.ops.prim.device.default  # PyTorch asks fakes this all the tim
 
 _CHECK_ALL = torch._check_tensor_all_with.__code__  # it hands the value on to what raises
 
-_BY_MASK = frozenset({aten.index.Tensor, aten.masked_select.default})  # which `Masks` are about
-
-
 Traced = tuple[Node, Callable[[Node], torch.Tensor | None]]
 
 
@@ -61,7 +58,6 @@ class DataDependence(TorchDispatchMode):
         self._questions: list[Question] = []
         self._later: dict[str, torch.Tensor] = {}
         self._assumed: list[tuple[str, torch.Tensor]] = []
-        self._top: torch.nn.Module | None = None
         self._constants: Constants | None = None
         self._mode = None
         self.skipped: list[str] = []
@@ -142,8 +138,7 @@ class DataDependence(TorchDispatchMode):
 
     def _constant(self, node: Node) -> torch.Tensor | None:
         if self._constants is None:
-            self._top = self._root()
-            self._constants = Constants(node.graph, self._top)
+            self._constants = Constants(node.graph, self._root())
         with in_eager_torch():
             return self._constants.value(node)
 
@@ -303,9 +298,9 @@ class DataDependence(TorchDispatchMode):
 
 
 def _has_unknown_size(func: Operator, kwargs: PyTree) -> bool:
-    """Tell whether the size of an operator's result depends on values, apart from selections by a mask."""
+    """Tell whether the size of an operator's result depends on values, but for `x[mask]`, of which `Masks` know."""
     fixed = kwargs and kwargs.get("output_size") is not None
-    return torch.Tag.dynamic_output_shape in func.tags and func not in _BY_MASK and not fixed
+    return torch.Tag.dynamic_output_shape in func.tags and func is not aten.index.Tensor and not fixed
 
 
 def _nonzero(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -327,12 +322,6 @@ _CURRENT = _Current()
 def current_values() -> DataDependence:
     """Those of the capture under way."""
     return _CURRENT.stack[-1]
-
-
-def known_value(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The value of a tensor that depends on no input of the capture under way, or None."""
-    values = _CURRENT.stack[-1].known_values([tensor]) if _CURRENT.stack else None
-    return None if values is None else values[0]
 
 
 def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:

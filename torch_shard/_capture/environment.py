@@ -6,6 +6,7 @@ import functools
 import logging
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,19 +18,31 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_shard._capture import libraries, replacements  # noqa: F401  (they fill the table)
 from torch_shard._capture.autocast import autocast_on_fakes
+from torch_shard._capture.autograd_functions import standins_given
 from torch_shard._capture.provenance import current_watcher
 from torch_shard._common.overrides import KERNELS, attribute_overrides, digest_of
-from torch_shard._common.patching import Owner, patched
+from torch_shard._common.patching import Owner, having, patched
 
 logger = logging.getLogger(__name__)
 
 
+class _Entered(threading.local):
+    now = False
+
+
+_ENTERED = _Entered()
+
+
 @contextlib.contextmanager
 def capture_environment() -> Iterator[None]:
-    """For the time that the callable itself runs."""
-    with contextlib.ExitStack() as stack:
+    """For the time that the callable itself runs, with all captures within it."""
+    if _ENTERED.now:
+        yield
+        return
+    with having(_ENTERED, now=True), contextlib.ExitStack() as stack:
         stack.enter_context(_cumulative_batch_norms())
         stack.enter_context(autocast_on_fakes())
+        stack.enter_context(standins_given())
         for owner, name, own, source in attribute_overrides():
             for held in _imported(owner) if isinstance(owner, str) else [owner]:
                 if hasattr(held, name):

@@ -121,11 +121,10 @@ class CaptureMode(TorchFunctionMode):
         return value if torch_pytree.tree_is_leaf(value) else torch_pytree.tree_map(self._on_cpu, value)
 
     def _standin(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self._standins:
-            original = self._revive(tensor)
-            standin = original if self.is_of_capture(original) else self._make_standin(original)
-            self._standins[id(tensor)] = (_marked_like(tensor, standin), original, tensor)
-        return self._standins[id(tensor)][0]
+        original = self._revive(tensor)
+        standin = _marked_like(tensor, original if self.is_of_capture(original) else self._make_standin(original))
+        self._standins[id(tensor)] = (standin, original, tensor)
+        return standin
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         """Let a fake of this capture stand for a tensor, whatever it means elsewhere; returns the fake."""
@@ -340,11 +339,6 @@ def repeating() -> contextlib.AbstractContextManager[None]:
 def is_repeating() -> bool:
     """Tell whether another program runs what is being captured."""
     return _INNERMOST.repeats
-
-
-def notes_kept() -> contextlib.AbstractContextManager[None]:
-    """Let nodes keep what is noted about them."""
-    return fx_traceback.preserve_node_meta()
 
 
 class annotated(contextlib.AbstractContextManager[None]):

@@ -61,10 +61,6 @@ class Guard:
         """Take the present values for those that were read."""
         self._walk = self._walked()
 
-    def same(self, other: "Guard") -> bool:
-        """Tell whether another one is of the same values."""
-        return self._walk.values == other._walk.values
-
     def difference(self, other: "Guard") -> str | None:
         """The name of the first value that is another one for another guard."""
         return first_difference(self._walk.values, other._walk.values)

@@ -5,7 +5,7 @@ needed. Tensors of indices, of which only the lengths count, are inputs of the p
 """
 
 import dataclasses
-import math
+import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -104,11 +104,10 @@ class Question:
         with in_eager_torch():
             return tuple(bits_of(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
 
-    def fits(self, answer: PyTree) -> bool:
-        """Tell whether a program for its answer serves another answer."""
-        old, new = torch_pytree.tree_leaves(self.answer), torch_pytree.tree_leaves(answer)
-        alike = _is_value if self.given is None else _is_shape
-        return len(old) == len(new) and all(map(alike, old, new))
+    @functools.cached_property
+    def own_key(self) -> Hashable:
+        """That of the answer at the capture."""
+        return self.key(self.answer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +233,7 @@ class HostPart:
     @property
     def first(self) -> Hashable:
         """The answer to the first question at the capture, as a key."""
-        return self._questions[0].key(self._questions[0].answer)
+        return self._questions[0].own_key
 
     def first_now(self, inputs: HostInputs) -> Hashable:
         """The same now: it depends on no other answer."""
@@ -250,7 +249,7 @@ class HostPart:
             return self._last[1]
         found: list[torch.Tensor] = []
         for question, answer in self._answers(values):
-            if not question.fits(answer):
+            if question.key(answer) != question.own_key:
                 return self._mismatch(question, answer, inputs)
             found += [] if question.given is None else torch_pytree.tree_leaves(answer)
         is_state_alone = all(isinstance(source, str) for source in self.sources.values())
@@ -305,17 +304,6 @@ def _leading_to(graph: Graph, questions: Sequence[Question]) -> list[Node | Ques
 
 def _call(function: Any, args: PyTree, kwargs: PyTree, env: Mapping[Any, Any]) -> Any:
     return function(*fill_in(args, env.__getitem__), **fill_in(kwargs, env.__getitem__))
-
-
-def _is_shape(old: torch.Tensor, new: torch.Tensor) -> bool:
-    return (old.shape, old.dtype) == (new.shape, new.dtype)
-
-
-def _is_value(old: Any, new: Any) -> bool:
-    if isinstance(old, torch.Tensor):
-        same = (old == new) | ((old != old) & (new != new)) if _is_shape(old, new) else torch.tensor(False)
-        return bool(same.all())
-    return old == new or (isinstance(old, float) and math.isnan(old) and math.isnan(new))
 
 
 def _shown(answer: PyTree) -> str:

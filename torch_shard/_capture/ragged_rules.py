@@ -332,16 +332,6 @@ def _number(run, node, args, kwargs):
     return value.number.to(node.meta["val"].dtype).expand(shape).clone()
 
 
-_ALONG_DIMS: dict[str, tuple[int, Any]] = {
-    **dict.fromkeys(("_softmax", "_log_softmax", "cumsum", "flip", "select", "unbind"), (1, 0)),
-    **dict.fromkeys(("amax", "amin", "max", "min", "argmax", "argmin", "prod", "squeeze"), (1, None)),
-    **dict.fromkeys(("split", "split_with_sizes", "select_backward", "slice_backward"), (2, 0)),
-    **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), (2, None)),
-    "sort": (1, -1),
-    "topk": (2, -1),
-}
-"""Where an operator says along which dims it works, and along which it does if it does not say."""
-
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(("detach", "alias", "_to_copy", "masked_fill", "masked_fill_", "softplus_backward"), _elementwise),
     **dict.fromkeys(
@@ -350,7 +340,13 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("expand", "unsqueeze", "transpose", "permute", "t", "new_zeros", "new_ones", "zeros"), _sized),
     **dict.fromkeys(("ones", "empty", "new_empty", "empty_like", "stack"), _sized),
     **dict.fromkeys(("view", "_unsafe_view", "reshape"), _view),
-    **{name: _along(position, default) for name, (position, default) in _ALONG_DIMS.items()},
+    # where an operator says along which dims it works, and along which it does if it does not say
+    **dict.fromkeys(("_softmax", "_log_softmax", "cumsum", "flip", "select", "unbind"), _along(1, 0)),
+    **dict.fromkeys(("amax", "amin", "max", "min", "argmax", "argmin", "prod", "squeeze"), _along(1, None)),
+    **dict.fromkeys(("split", "split_with_sizes", "select_backward", "slice_backward"), _along(2, 0)),
+    **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), _along(2, None)),
+    "sort": _along(1, -1),
+    "topk": _along(2, -1),
     **dict.fromkeys(("sum", "any"), _filled({0: _reduced})),
     "all": _filled({0: _reduced}, fill=True),
     "mean": _mean,

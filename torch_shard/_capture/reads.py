@@ -25,13 +25,13 @@ from torch_shard._capture.function_mode import CaptureMode, outermost_mode
 from torch_shard._capture.guards import Guard
 from torch_shard._capture.provenance import CallWatcher, count_as_own, describe, is_own_file, is_user_file
 from torch_shard._capture.side_effects import is_record
-from torch_shard._capture.walk import Names, Root
+from torch_shard._capture.walk import Names, Root, attribute_of
 
 _GETS_ANY = frozenset({"getattr", "hasattr", "vars", "__dict__", "asdict", "astuple", "fields", "attrgetter"})
 
 _OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
-_CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
+_CONSTRUCTORS = ("__init__", "__post_init__")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +170,8 @@ class Reads:
                 self._object(name, value, names)
 
     def _leave(self, frame: FrameType, value: object) -> None:
+        if frame.f_code.co_name == "__new__":
+            self._made[id(value)] = value
         caller = None if frame.f_back is None else self._own.get(id(frame.f_back.f_code))
         if caller is not None and value is not None:
             self._object(f"{frame.f_code.co_name}()", value, caller.attributes)
@@ -217,7 +219,7 @@ class Reads:
         held: Any = root.owner
         if self._mode is None or held is None:
             return
-        value = held.get(root.key) if isinstance(held, dict) else _content(held)
+        value = held.get(root.key) if isinstance(held, dict) else attribute_of(held, "cell_contents")
         if not isinstance(value, nn.Module):  # which holds fakes now that are not its own
             self._mode.side_effects.note_value(root.name, value)
 
@@ -235,7 +237,7 @@ def _function_of(code: CodeType, values: dict[str, object], frame: FrameType) ->
         if not isinstance(found, types.FunctionType) or found.__code__ is not code:
             return False
         return all(
-            _content(cell) is values.get(name)
+            attribute_of(cell, "cell_contents") is values.get(name)
             for name, cell in zip(code.co_freevars, found.__closure__ or (), strict=True)
         )
 
@@ -244,13 +246,6 @@ def _function_of(code: CodeType, values: dict[str, object], frame: FrameType) ->
     likely += [vars(cls).get(code.co_name) for cls in type(first).__mro__]
     found = next(filter(fits, likely), None)
     return found or next(filter(fits, gc.get_referrers(code)), None)  # pyright: ignore[reportReturnType]
-
-
-def _content(cell: types.CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
 
 
 _MAY_BE_TENSORS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_ATTR", "LOAD_GLOBAL", "LOAD_NAME", "BINARY_SUBSCR", "BINARY_OP")

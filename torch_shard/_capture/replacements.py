@@ -16,7 +16,7 @@ from torch.nn import _reduction
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture.checks import lengths_compared
-from torch_shard._capture.data_dependence import current_values, known_value
+from torch_shard._capture.data_dependence import current_values
 from torch_shard._capture.function_mode import current_mode
 from torch_shard._capture.provenance import asking_frame, current_user_line
 from torch_shard._common.overrides import instead_of, instead_of_attribute
@@ -114,20 +114,6 @@ def trunc_normal_(
         drawn.uniform_(math.erf(low / math.sqrt(2)), math.erf(high / math.sqrt(2)), generator=generator)
         drawn.clamp_(-_NEXT_TO_ONE, _NEXT_TO_ONE).erfinv_()
         return tensor.copy_(drawn.mul_(std * math.sqrt(2)).add_(mean).clamp_(min=a, max=b))
-
-
-@instead_of_attribute(torch.nn.init, "sparse_")
-def sparse_(
-    tensor: torch.Tensor, sparsity: float, std: float = 0.01, generator: torch.Generator | None = None
-) -> torch.Tensor:
-    """Normal numbers with the same share of zeros in each column; PyTorch's goes through the columns one by one."""
-    if tensor.ndim != 2:
-        raise ValueError("Only tensors with 2 dimensions are supported")
-    num_zeros = math.ceil(sparsity * tensor.shape[0])
-    with torch.no_grad():
-        ranks = torch.rand(tensor.shape).argsort(0).argsort(0)
-        tensor.normal_(0, std, generator=generator)
-        return tensor.masked_fill_(ranks < num_zeros, 0)
 
 
 @instead_of(torch.Tensor.random_)
@@ -287,8 +273,8 @@ def do_nothing(*args: object, **kwargs: object) -> None:
 @instead_of(torch.Tensor.__repr__)
 def describe(tensor: torch.Tensor, *, tensor_contents: object = None) -> str:
     """The text of a tensor: what is known of it, and a word in the log where that is not its value."""
-    if (value := known_value(tensor)) is not None:
-        return repr(value)
+    if (values := current_values().known_values([tensor])) is not None:
+        return repr(values[0])
     logger.warning(
         "%s\nHere a tensor is made into text, but it has no value while the program is made, which is when this line "
         "runs, once. To see the value at each step, return it in the metrics.",
@@ -300,7 +286,7 @@ def describe(tensor: torch.Tensor, *, tensor_contents: object = None) -> str:
 @instead_of(torch.Tensor.__format__)
 def format_tensor(tensor: torch.Tensor, spec: str) -> str:
     """The text of a tensor in an f-string: of a number that has a format, it needs the value."""
-    if tensor.ndim == 0 and (spec or known_value(tensor) is not None):
+    if tensor.ndim == 0 and (spec or current_values().known_values([tensor]) is not None):
         return format(tensor.item(), spec)
     return format(describe(tensor), spec)
 

@@ -213,7 +213,7 @@ def refuse_new_parameters(changes: Iterable[Change]) -> None:
         f"{change.path.removesuffix(change.name)}{name}"
         for change in changes
         for name, value in change.added().items()
-        if (change.name == "_parameters" and value is not None)
+        if change.name == "_parameters"
         or (change.name == "_modules" and isinstance(value, nn.Module) and next(value.parameters(), None) is not None)
     ]
     if found:

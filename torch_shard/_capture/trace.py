@@ -23,10 +23,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._capture.autocast import autocast_only
-from torch_shard._capture.autograd_functions import standins_given
 from torch_shard._capture.constants import (
     Constants,
     bits_of,
@@ -39,7 +39,7 @@ from torch_shard._capture.constants import (
 from torch_shard._capture.data_dependence import DataDependence
 from torch_shard._capture.environment import capture_environment, reference_kernels
 from torch_shard._capture.fakes import changes_nothing, empty_like, fakes, node_in, remember, tracer
-from torch_shard._capture.function_mode import CaptureMode, annotated, current_mode, is_capturing, notes_kept
+from torch_shard._capture.function_mode import CaptureMode, annotated, current_mode, is_capturing
 from torch_shard._capture.generators import Generators
 from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold
 from torch_shard._capture.host_values import HostPart
@@ -190,7 +190,7 @@ def _capture(
 
     def traced(*args: torch.Tensor) -> list[torch.Tensor]:
         own.tracer = tracer()  # for `_revive`, too
-        with annotated(module=""), capture_mode.seeing(), capture_environment(), standins_given(), values:
+        with annotated(module=""), capture_mode.seeing(), capture_environment(), values:
             with calls_seen(True):
                 outputs, other = fn(*args)
             outputs = values.where_assumed(outputs)
@@ -203,7 +203,7 @@ def _capture(
 
     table: dict[Any, Any] = {**rules_for_selections(), **OPERATORS}
     table |= {op: functools.partial(_gradient_of_mean, table.get(op)) for op in _OF_MEANS}
-    with _errors_for_users(), reference_kernels(), notes_kept(), enable_python_dispatcher(), mode:
+    with _errors_for_users(), reference_kernels(), preserve_node_meta(), enable_python_dispatcher(), mode:
         with_views = make_fx(traced, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
     if values.refused:
         raise NotImplementedError(values.refused)
@@ -244,10 +244,8 @@ def _functionalize(graph: torch.fx.GraphModule, inputs: list, keep: Keep) -> tor
         return (with_masks(graph) if ragged else torch.fx.Interpreter(graph)).run(*args)
 
     table = {op: rule for op, rule in _decompositions(keep).items() if op not in FUNCTIONS}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_errors_for_users())
-        for context in (notes_kept(), enable_python_dispatcher(), torch.no_grad(), autocast_only()):
-            stack.enter_context(context)  # what autocast was to cast it has cast in the first pass
+    # what autocast was to cast it has cast in the first pass
+    with _errors_for_users(), preserve_node_meta(), enable_python_dispatcher(), torch.no_grad(), autocast_only():
         functional = torch.func.functionalize(replay, remove="mutations")
         return make_fx(functional, decomposition_table=table, _allow_non_fake_inputs=True)(*inputs)
 

@@ -27,6 +27,8 @@ _PLAIN = (
     *(torch.dtype, torch.device, torch.Size, torch.memory_format, types.BuiltinFunctionType),
 )
 
+_ARRAYS = (np.ndarray, array.array, bytearray)
+
 _DICTS = (dict, types.MappingProxyType)
 
 _COLLECTIONS = (*_DICTS, list, tuple, set, frozenset, collections.deque)
@@ -101,8 +103,8 @@ class Walk:
         self._iterables: list[Any] = []
         self._items: list[object] = []
         self._lengths: list[int] = []
-        self.arrays: list[tuple[str, np.ndarray | array.array[Any] | bytearray, bytes | None]] = []
-        """NumPy arrays with their names, and their contents; without, if they are too large."""
+        self.arrays: list[tuple[str, Any, bytes | None]] = []
+        """Arrays with their names, and their contents; without, if they are too large."""
 
     def root(self, root: Root) -> None:
         """Follow what is read from a root."""
@@ -146,11 +148,8 @@ class Walk:
         if value is _ABSENT or isinstance(value, (*_PLAIN, torch.Tensor)) or (id(value), names) in self._seen:
             return
         self._seen[id(value), names] = value
-        if isinstance(value, np.ndarray):
+        if isinstance(value, _ARRAYS):
             self._array(name, value)
-        elif isinstance(value, (array.array, bytearray)):
-            self.arrays.append((name, value, content := _bytes_of(value)))
-            self.values.append((name, (type(value), getattr(value, "typecode", ""), content)))
         elif _is_collection(value):
             self._collection(name, value, names)
             if hasattr(value, "__dict__"):  # of a subclass, such as a dict that is read by attributes
@@ -181,8 +180,8 @@ class Walk:
         """Follow the attributes of an object that are read."""
         held: dict[str, Any] = {} if isinstance(value, type) else instance_dict(value)
         if is_record(value) or _is_whole(value):
-            read = held.keys() if _is_whole(value) or self._settings is None else held.keys() & self._settings
-            read = held.keys() if names is None else read
+            settings = None if names is None or _is_whole(value) else self._settings
+            read = held.keys() if settings is None else held.keys() & settings
             self._attributes(name, held, sorted(read), names)
         if names is None:
             return
@@ -242,20 +241,21 @@ class Walk:
                 for item in items:
                     self._visit(name, item, names)
 
-    def _array(self, name: str, value: np.ndarray) -> None:
+    def _array(self, name: str, value: Any) -> None:
         """Compare the content of an array."""
+        found = np.asarray(value)
         num_bytes = sum(len(content or b"") for _, _, content in self.arrays)
-        if value.dtype.hasobject or value.nbytes + num_bytes > _MOST_BYTES:
+        if found.dtype.hasobject or found.nbytes + num_bytes > _MOST_BYTES:
             self.arrays.append((name, value, None))
-            self.too_large.append(f"{name} (a NumPy array of {value.nbytes:,} bytes)")
+            self.too_large.append(f"{name} (an array of {found.nbytes:,} bytes)")
             self.values.append((name, Leaf(value)))
             return
         content = _bytes_of(value)
         self.arrays.append((name, value, content))
-        self.values.append((name, (np.ndarray, value.shape, value.dtype.str, content)))
+        self.values.append((name, (type(value), found.shape, found.dtype.str, content)))
 
 
-def _bytes_of(held: "np.ndarray | array.array[Any] | bytearray") -> bytes:
+def _bytes_of(held: Any) -> bytes:
     return bytes(held) if isinstance(held, bytearray) else held.tobytes()
 
 
@@ -312,7 +312,7 @@ def instance_dict(value: object) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def attribute_of(owner: object, name: str, default: object = None) -> object:
+def attribute_of(owner: object, name: str, default: object = None) -> Any:
     try:
         return getattr(owner, name, default)
     except ValueError:  # a cell that is not assigned yet

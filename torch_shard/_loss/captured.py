@@ -59,7 +59,7 @@ class CapturedLoss:
 
     def reads_beside(self, other: "CapturedLoss") -> Guard | None:
         """What another capture has read, where that is not the same."""
-        return None if self._reads.same(other._reads) else other._reads
+        return None if self._reads.difference(other._reads) is None else other._reads
 
     def look_again(self, values: HostValues) -> None:
         """Capture it once more, and refuse it if it is another one now."""
