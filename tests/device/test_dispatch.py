@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
@@ -152,3 +153,32 @@ def test_rrelu() -> None:
     assert (slope[x > 0] == 1).all()
     assert ((slope[x < 0] > 1 / 8) & (slope[x < 0] < 1 / 3)).all()
     assert len(slope.unique()) == 5
+
+
+MADE = {"real": lambda z: z.real, "imag": lambda z: z.imag[1:], "conjugate": lambda z: z.conj()[:2]}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_views_with_numbers_of_their_own_are_read_and_not_written_to(name: str) -> None:
+    z = torch.complex(torch.arange(3.0), torch.arange(3.0, 6.0))
+    found = MADE[name](z.to("jax"))
+    assert_same(found, MADE[name](z).resolve_conj())
+    with pytest.raises(NotImplementedError, match=r"numbers of its own.*Write to the base"):
+        found.mul_(2)
+
+
+def test_a_tensor_does_not_change_its_shape_in_place() -> None:
+    x = torch.ones(1, 3, device="jax")
+    for change in (torch.Tensor.squeeze_, torch.Tensor.t_):
+        with pytest.raises(NotImplementedError, match=r"another shape in place\. Use a new tensor.*x = x\."):
+            change(x)
+    assert x.detach_() is x
+
+
+def test_a_write_to_a_part_leaves_the_whole_on_its_shards() -> None:
+    plan = ts.ShardingPlan({"w": P(None, "model")}, default=P())
+    x = ts.place({"w": torch.ones(8, 8)}, ts.make_mesh(batch=4, model=2), plan)["w"]
+    x[0] = 3.0
+    x.t().mul_(2)
+    assert x.sharding.spec == P(None, "model")
+    assert x.sum().item() == 8 * 6 + 56 * 2
