@@ -182,3 +182,35 @@ def test_a_write_to_a_part_leaves_the_whole_on_its_shards() -> None:
     x.t().mul_(2)
     assert x.sharding.spec == P(None, "model")
     assert x.sum().item() == 8 * 6 + 56 * 2
+
+
+USES = {
+    "sum": lambda w: w.sum(),
+    "mean of a column": lambda w: w[:, 0].mean(),
+    "product": lambda w: (w * torch.arange(6.0).view(2, 3).to(w.device)).sum(),
+    "transposed": lambda w: (w.t() @ torch.ones(2, 1).to(w.device)).sum(),
+    "with itself": lambda w: (w + w[0] + w).sum(),
+}
+
+
+def test_gradients_of_several_backward_passes_are_added() -> None:
+    """PyTorch adds to `.grad` in place, and takes the first gradient as it is, which must not be a view."""
+    for use in USES.values():
+        found, wanted = torch.ones(2, 3, device="jax").requires_grad_(), torch.ones(2, 3).requires_grad_()
+        for leaf in (found, wanted):
+            for each in (use, *USES.values()):
+                each(leaf).backward()
+        assert_same(found.grad, wanted.grad)
+
+
+def test_gradients_of_two_leaves_are_two_tensors() -> None:
+    x, y = (torch.ones(3, device="jax").requires_grad_() for _ in range(2))
+    (x + y).sum().backward()
+    x.grad.add_(torch.arange(3.0).to("jax"))
+    assert (x.grad.tolist(), y.grad.tolist()) == ([1, 2, 3], [1, 1, 1])
+
+
+def test_an_expanded_tensor_is_not_written_to() -> None:
+    x = torch.zeros(3, 1, device="jax")
+    with pytest.raises(RuntimeError, match=r"Several elements of this view.*Write to a clone\(\)"):
+        x.expand(3, 4).add_(1)

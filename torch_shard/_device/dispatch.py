@@ -125,8 +125,10 @@ def _view(func: Operator, args: Sequence[PyTree], kwargs: dict) -> PyTree:
     if func is aten.detach.default or func is aten.alias.default:
         return JaxTensor(base)
     lowering, strided = find_lowering(func), view_of(func, base.strided, args[1:], kwargs)
-    if strided is None and (lowering is None or func is aten.view.default):
-        return _wrap(_run(func, args, kwargs))  # of such strides torch's reshape makes a copy
+    # Of such strides torch's reshape makes a copy. A gradient that a backward pass expands may become `.grad` as it is.
+    is_gradient = func is aten.expand.default and torch._C._current_graph_task_id() >= 0
+    if is_gradient or (strided is None and (lowering is None or func is aten.view.default)):
+        return _wrap(_run(func, args, kwargs))
 
     def nth(index: int | None) -> Callable[[PyTree], PyTree] | None:
         def view(value: PyTree) -> PyTree:

@@ -90,8 +90,14 @@ class ViewStorage(Storage):
         return self.view(self.base.read())
 
     def write(self, value: jax.Array) -> None:
+        places, strides = self._places(), self.strided.stride()
+        if any(size > 1 and stride == 0 for size, stride in zip(self.shape, strides, strict=True)):
+            raise RuntimeError(
+                f"Several elements of this view of shape {self.shape} are one element of its base (expand), and cannot "
+                "be written to. Write to a clone()."
+            )
         whole = self.root.read()
-        flat = whole.reshape(-1).at[self._places()].set(jnp.broadcast_to(jnp.asarray(value, self.dtype), self.shape))
+        flat = whole.reshape(-1).at[places].set(jnp.broadcast_to(jnp.asarray(value, self.dtype), self.shape))
         written = flat.reshape(whole.shape)
         is_placed = not isinstance(whole, Tracer) and isinstance(whole.sharding, NamedSharding)
         self.root.write(jax.device_put(written, whole.sharding) if is_placed else written)
