@@ -210,6 +210,16 @@ def test_gradients_of_two_leaves_are_two_tensors() -> None:
     assert (x.grad.tolist(), y.grad.tolist()) == ([1, 2, 3], [1, 1, 1])
 
 
+@pytest.mark.parametrize("view", [lambda x: x.t(), lambda x: x.view(6)], ids=["transposed", "flat"])
+def test_gradients_through_views_of_two_leaves_are_two_tensors(view) -> None:
+    x, y = (torch.ones(2, 3, device="jax").requires_grad_() for _ in range(2))
+    factor = view(torch.arange(6.0).view(2, 3)).to("jax")
+    for _ in range(2):
+        ((view(x) + view(y)) * factor).sum().backward()
+    for grad in (x.grad, y.grad):
+        assert_same(grad, 2 * torch.arange(6.0).view(2, 3))
+
+
 def test_an_expanded_tensor_is_not_written_to() -> None:
     x = torch.zeros(3, 1, device="jax")
     with pytest.raises(RuntimeError, match=r"Several elements of this view.*Write to a clone\(\)"):

@@ -123,12 +123,12 @@ def _view(func: Operator, args: Sequence[PyTree], kwargs: dict) -> PyTree:
     """A view operator: the result shares the storage of its base."""
     base = args[0]._storage
     if func is aten.detach.default or func is aten.alias.default:
-        return JaxTensor(base)
+        # A gradient that is a view may become `.grad` as it is, to which PyTorch adds in place.
+        is_gradient = isinstance(base, ViewStorage) and torch._C._current_graph_task_id() >= 0
+        return wrap_array(base.read()) if is_gradient else JaxTensor(base)
     lowering, strided = find_lowering(func), view_of(func, base.strided, args[1:], kwargs)
-    # Of such strides torch's reshape makes a copy. A gradient that a backward pass expands may become `.grad` as it is.
-    is_gradient = func is aten.expand.default and torch._C._current_graph_task_id() >= 0
-    if is_gradient or (strided is None and (lowering is None or func is aten.view.default)):
-        return _wrap(_run(func, args, kwargs))
+    if strided is None and (lowering is None or func is aten.view.default):
+        return _wrap(_run(func, args, kwargs))  # of such strides torch's reshape makes a copy
 
     def nth(index: int | None) -> Callable[[PyTree], PyTree] | None:
         def view(value: PyTree) -> PyTree:
