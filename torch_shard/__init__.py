@@ -176,21 +176,8 @@ if not _IS_COMMAND:
             globals()[_name].__module__ = __name__
 
 _PACKAGES = (
-    *(
-        "_cost",
-        "_device",
-        "_fit",
-        "_generate",
-        "_hosts",
-        "_inspect",
-        "_interop",
-        "_io",
-        "_lowering",
-        "_materialize",
-        "_sharding",
-        "_spmd",
-    ),
-    *("_state", "_train", "_tune"),
+    *("_cost", "_device", "_fit", "_generate", "_hosts", "_inspect", "_interop", "_io", "_lowering", "_materialize"),
+    *("_sharding", "_spmd", "_state", "_train", "_tune"),
 )
 
 

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +16,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
-AXES = ("batch", "model")
 NUM_SIMULATED = 8
 TUTORIALS = (Path(__file__).parent / "_tutorials", Path(__file__).parents[1] / "tutorials")
 """Within a wheel; beside the package in a checkout."""
@@ -95,25 +94,6 @@ def _begin(num_devices: int | None = None) -> None:
     register()
 
 
-def parse_mesh(text: str) -> dict[str, int]:
-    """Read a mesh such as `batch=4,model=2`.
-
-    Raises:
-        typer.BadParameter: It is not a mesh.
-
-    Example:
-        >>> parse_mesh("batch=4,model=2")
-        {'batch': 4, 'model': 2}
-    """
-    sizes = _parse_sizes(text)
-    if set(sizes) != set(AXES):
-        raise typer.BadParameter(
-            f"expected a positive size for each of the axes batch and model, as in batch=4,model=2; got {text!r}.",
-            param_hint="--mesh",
-        )
-    return sizes
-
-
 @app.command()
 def demo(
     *,
@@ -140,19 +120,15 @@ def demo(
     On eight simulated CPU devices, or on the accelerators that JAX sees. Exits with 1 if the proof fails. Ctrl-C and
     SIGTERM save it before they end it; then, or after a crash, --resume goes on.
     """
-    axis_sizes = None if mesh is None else parse_mesh(mesh)
+    axis_sizes = None if mesh is None else _read_sizes(mesh, ("batch", "model"))
     # Not at the top: JAX and torch are for those who ask for a demo.
-    from rich.console import Console
-
     from torch_shard._common.simulated import simulate_devices
     from torch_shard._demo import Run, Settings, begin, run_demo
 
     sizes = {"num_layers": 2, "num_eval_batches": 4} if quick else {}
     settings = Settings(steps or (60 if quick else 700), seed, axis_sizes, **sizes)
     simulate_devices(NUM_SIMULATED)
-    # A table of seven columns, folded to the 80 that rich takes for a pipe's width, is hard to read.
-    console = Console()
-    console = console if console.is_terminal else Console(width=132)
+    console = _console(132)
     try:
         if not begin(settings, out, resume=resume, overwrite=overwrite) and resume:
             console.print(f"Nothing to resume in {out}: a new run begins.")
@@ -171,26 +147,22 @@ def demo(
         raise typer.Exit(1)
 
 
-def _parse_sizes(text: str) -> dict[str, int]:
-    """Sizes by name; empty if the text is something else."""
-    pairs = [re.fullmatch(r"\s*(\w+)\s*=\s*([1-9]\d*)\s*", part) for part in text.split(",")]
+def _read_sizes(mesh: str, axes: Collection[str] = ()) -> dict[str, int]:
+    """Sizes by name, of what `--mesh` is given: of any axes, or of these."""
+    pairs = [re.fullmatch(r"\s*(\w+)\s*=\s*([1-9]\d*)\s*", part) for part in mesh.split(",")]
     sizes = {pair[1]: int(pair[2]) for pair in pairs if pair}
-    return sizes if len(sizes) == len(pairs) else {}
-
-
-def _read_sizes(mesh: str) -> dict[str, int]:
-    """Sizes of any axes by name, of what `--mesh` is given."""
-    if not (sizes := _parse_sizes(mesh)):
-        raise typer.BadParameter(f"expected sizes of axes, as in batch=4,model=2; got {mesh!r}.", param_hint="--mesh")
+    if len(sizes) < len(pairs) or (axes and set(sizes) != set(axes)):
+        wanted = f"a positive size for each of the axes {' and '.join(axes)}" if axes else "sizes of axes"
+        raise typer.BadParameter(f"expected {wanted}, as in batch=4,model=2; got {mesh!r}.", param_hint="--mesh")
     return sizes
 
 
-def _show(table: Any, width: int) -> None:
-    """Print a table, to a pipe in lines of this width: folded to rich's 80 it is hard to read."""
+def _console(width: int) -> Any:
+    """Rich's console, to a pipe in lines of this width: tables that are folded to rich's 80 are hard to read."""
     from rich.console import Console
 
     console = Console()
-    (console if console.is_terminal else Console(width=width)).print(table)
+    return console if console.is_terminal else Console(width=width)
 
 
 @app.command()
@@ -232,7 +204,7 @@ def preview(
     except (ValueError, TypeError) as error:
         where = "" if topology else " (On devices that the CPU simulates; --topology v5e:2x2 compiles for TPUs.)"
         raise typer.BadParameter(f"{error}{where}", param_hint="TARGET") from error
-    _show(found, 132)
+    _console(132).print(found)
     if found.limit is not None and not found.fits():
         raise typer.Exit(1)
 
@@ -269,7 +241,7 @@ def prove(
         meshes = None if sizes is None else make_mesh(None, topology=None, **sizes)
         names = None if plans is None else [name.strip() for name in plans.split(",")]
         found = proved(*find_proved(target), meshes=meshes, plans=names, steps=steps)
-    _show(found, 140)
+    _console(140).print(found)
     if not found.holds:
         raise typer.Exit(1)
 
@@ -307,7 +279,7 @@ def tune(
         parts = [given[name] for name in ("model", "loss_fn", "optimizer", "batch")]
         how: Any = {"topology": topology, "minutes": minutes, "cache": cache, "measure": measure}
         found = find(*parts, **how, **given.get("options", {}))
-    _show(found, 170)
+    _console(170).print(found)
     if save is not None:
         with _as_usage():
             found.save(save)
@@ -365,7 +337,7 @@ def inspect(
     with _as_usage("CHECKPOINT"):
         path = find_checkpoint(checkpoint)
         shown = inventory(path)
-    _show(shown, 200)
+    _console(200).print(shown)
     if verify:
         damage = find_damage(path)
         typer.echo("damaged: " + "; ".join(damage) if damage else "whole: every file has its checksum")

@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
@@ -152,3 +153,74 @@ def test_rrelu() -> None:
     assert (slope[x > 0] == 1).all()
     assert ((slope[x < 0] > 1 / 8) & (slope[x < 0] < 1 / 3)).all()
     assert len(slope.unique()) == 5
+
+
+MADE = {"real": lambda z: z.real, "imag": lambda z: z.imag[1:], "conjugate": lambda z: z.conj()[:2]}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_views_with_numbers_of_their_own_are_read_and_not_written_to(name: str) -> None:
+    z = torch.complex(torch.arange(3.0), torch.arange(3.0, 6.0))
+    found = MADE[name](z.to("jax"))
+    assert_same(found, MADE[name](z).resolve_conj())
+    with pytest.raises(NotImplementedError, match=r"numbers of its own.*Write to the base"):
+        found.mul_(2)
+
+
+def test_a_tensor_does_not_change_its_shape_in_place() -> None:
+    x = torch.ones(1, 3, device="jax")
+    for change in (torch.Tensor.squeeze_, torch.Tensor.t_):
+        with pytest.raises(NotImplementedError, match=r"another shape in place\. Use a new tensor.*x = x\."):
+            change(x)
+    assert x.detach_() is x
+
+
+def test_a_write_to_a_part_leaves_the_whole_on_its_shards() -> None:
+    plan = ts.ShardingPlan({"w": P(None, "model")}, default=P())
+    x = ts.place({"w": torch.ones(8, 8)}, ts.make_mesh(batch=4, model=2), plan)["w"]
+    x[0] = 3.0
+    x.t().mul_(2)
+    assert x.sharding.spec == P(None, "model")
+    assert x.sum().item() == 8 * 6 + 56 * 2
+
+
+USES = {
+    "sum": lambda w: w.sum(),
+    "mean of a column": lambda w: w[:, 0].mean(),
+    "product": lambda w: (w * torch.arange(6.0).view(2, 3).to(w.device)).sum(),
+    "transposed": lambda w: (w.t() @ torch.ones(2, 1).to(w.device)).sum(),
+    "with itself": lambda w: (w + w[0] + w).sum(),
+}
+
+
+def test_gradients_of_several_backward_passes_are_added() -> None:
+    """PyTorch adds to `.grad` in place, and takes the first gradient as it is, which must not be a view."""
+    for use in USES.values():
+        found, wanted = torch.ones(2, 3, device="jax").requires_grad_(), torch.ones(2, 3).requires_grad_()
+        for leaf in (found, wanted):
+            for each in (use, *USES.values()):
+                each(leaf).backward()
+        assert_same(found.grad, wanted.grad)
+
+
+def test_gradients_of_two_leaves_are_two_tensors() -> None:
+    x, y = (torch.ones(3, device="jax").requires_grad_() for _ in range(2))
+    (x + y).sum().backward()
+    x.grad.add_(torch.arange(3.0).to("jax"))
+    assert (x.grad.tolist(), y.grad.tolist()) == ([1, 2, 3], [1, 1, 1])
+
+
+@pytest.mark.parametrize("view", [lambda x: x.t(), lambda x: x.view(6)], ids=["transposed", "flat"])
+def test_gradients_through_views_of_two_leaves_are_two_tensors(view) -> None:
+    x, y = (torch.ones(2, 3, device="jax").requires_grad_() for _ in range(2))
+    factor = view(torch.arange(6.0).view(2, 3)).to("jax")
+    for _ in range(2):
+        ((view(x) + view(y)) * factor).sum().backward()
+    for grad in (x.grad, y.grad):
+        assert_same(grad, 2 * torch.arange(6.0).view(2, 3))
+
+
+def test_an_expanded_tensor_is_not_written_to() -> None:
+    x = torch.zeros(3, 1, device="jax")
+    with pytest.raises(RuntimeError, match=r"Several elements of this view.*Write to a clone\(\)"):
+        x.expand(3, 4).add_(1)

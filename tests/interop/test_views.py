@@ -1,5 +1,6 @@
 """JAX functions in torch and torch functions in JAX."""
 
+import functools
 from typing import Any
 
 import jax
@@ -141,6 +142,37 @@ def test_forward_mode_of_integers_and_of_what_draws() -> None:
     key = jax.random.key(0)
     dropped, moved = jax.jvp(lambda x: ts.call_torch(nn.functional.dropout, x, key=key), (ones,), (ones,))
     np.testing.assert_array_equal(dropped, moved)  # the same are dropped
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_forward_mode_within_a_map(check_vma: bool) -> None:
+    """Of what varies over devices, and of what does not."""
+    mesh, weight = ts.make_mesh(batch=8), torch.arange(1.0, 4.0)
+
+    def of_torch(x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x * weight).sum() * s + s * s
+
+    def local(of: Any, x: jax.Array, s: jax.Array) -> jax.Array:
+        pushed = jax.jvp(of, (x, s), (2 * x, 3 * s))[1]
+        return jnp.stack([pushed, jax.jvp(lambda s: of(x, s), (s,), (s,))[1]])[None]
+
+    def of_jax(x: jax.Array, s: jax.Array) -> jax.Array:
+        return jnp.sin(x * weight.numpy()).sum() * s + s * s
+
+    x, s = jnp.arange(8.0), jnp.float32(0.5)
+    found, wanted = (
+        jax.jit(
+            jax.shard_map(
+                functools.partial(local, of),
+                mesh=mesh,
+                in_specs=(P("batch"), P()),
+                out_specs=P("batch"),
+                check_vma=check_vma,
+            )
+        )(x, s)
+        for of in (ts.jax_view(of_torch), of_jax)
+    )
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)  # float32
 
 
 def test_torch_within_an_eager_shard_map() -> None:

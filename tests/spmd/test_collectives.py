@@ -268,6 +268,19 @@ def test_outside_of_any_map_the_error_names_what_binds_an_axis() -> None:
             call()
 
 
+def test_pairs_along_axes_of_several_maps_are_refused() -> None:
+    """Of which JAX takes one alone."""
+
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        return ts.jax_vmap(lambda x: ppermute(x, ("i", "rows"), [(0, 1)]), axis_name="rows")(x)
+
+    mapped = ts.jax_shard_map(rows, mesh=ts.make_mesh(i=4), in_specs=P("i"), out_specs=P("i"), check_vma=False)
+    nested = ts.jax_vmap(rows, axis_name="i")
+    for fn, x in ((mapped, torch.ones(8)), (nested, torch.ones(4, 2))):
+        with pytest.raises(NotImplementedError, match=r"ppermute: 'i' and 'rows' are not all axes of one mesh"):
+            fn(x)
+
+
 def test_jax_cannot_communicate_along_rows_of_what_it_tracks() -> None:
     rows = torch.arange(8.0).view(2, 4)
     summed = ts.jax_vmap(lambda x: psum(x, ("i", "rows")), axis_name="rows")

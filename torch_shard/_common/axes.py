@@ -81,7 +81,7 @@ def vary_like(tree: PyTree, *others: PyTree) -> PyTree:
 
 
 def local_vjp(
-    fn: Callable[..., jax.Array], *primals: jax.Array, cotangent: jax.Array | None = None
+    fn: Callable[..., jax.Array], *primals: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Value of `fn`, and the shares that one device has in the gradients of its arguments.
 
@@ -90,7 +90,7 @@ def local_vjp(
     if tracked_axes():
         primals = vary_like(primals, jax.eval_shape(fn, *primals), cotangent)
     value, pull = cast(Pulled[jax.Array], jax.vjp(fn, *primals))
-    return value, pull(vary_like(jnp.ones_like(value) if cotangent is None else cotangent, value))
+    return value, pull(vary_like(cotangent, value))
 
 
 def vjp_of_chosen(

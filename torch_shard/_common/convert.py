@@ -74,32 +74,23 @@ def narrow(array: np.ndarray, *, rounds: bool = False) -> np.ndarray:
     target = jax.dtypes.canonicalize_dtype(array.dtype)
     if target == array.dtype:
         return array
-    if array.dtype.kind in "fc":
-        if rounds:
-            return _rounded(array, target)
+    is_inexact = array.dtype.kind in "fc"
+    if is_inexact and not rounds:
         raise TypeError(
             f"A {array.dtype} array of shape {array.shape} needs 64 bits, and JAX has them switched off. Convert it "
             "(tensor.float(), array.astype('float32')), or jax.config.update('jax_enable_x64', True) at the start."
         )
-    limits = np.iinfo(target)
-    if array.size and (array.min() < limits.min or array.max() > limits.max):
+    with np.errstate(over="ignore"):
+        narrowed = array.astype(target)
+    fits = np.isfinite(narrowed) == np.isfinite(array) if is_inexact else narrowed == array
+    if not np.all(fits):
+        finite = array[np.isfinite(array)]
         raise OverflowError(
-            f"An {array.dtype} array of shape {array.shape} has values from {array.min()} to {array.max()}, which do "
+            f"An {array.dtype} array of shape {array.shape} has values from {finite.min()} to {finite.max()}, which do "
             f"not fit {target}, and JAX has 64 bits switched off. jax.config.update('jax_enable_x64', True) at the "
             "start of the program keeps them."
         )
-    return array.astype(target)
-
-
-def _rounded(array: np.ndarray, target: np.dtype) -> np.ndarray:
-    try:
-        with np.errstate(over="raise"):
-            return array.astype(target)
-    except FloatingPointError as error:
-        raise OverflowError(
-            f"A {array.dtype} array of shape {array.shape} has values beyond {target}, and JAX has 64 bits switched "
-            "off. Scale it, or jax.config.update('jax_enable_x64', True) at the start of the program."
-        ) from error
+    return narrowed
 
 
 def to_host(array: jax.Array) -> torch.Tensor:

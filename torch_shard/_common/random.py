@@ -3,8 +3,7 @@
 # JAX and PyTorch annotate some of their functions in part.
 # pyright: reportUnknownMemberType=false
 
-import contextlib
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from typing import TypeAlias, cast
 
 import jax
@@ -23,15 +22,20 @@ class _Generator:
     def __init__(self) -> None:
         self._seed: int | None = None
         self._count = 0
+        self.given: Key = None
+        """The key of the next random number, in place of one of the stream."""
 
     def seed(self, seed: int | None) -> None:
         self._seed, self._count = seed, 0
 
+    def _place(self) -> list[int]:
+        seed = torch.initial_seed() if self._seed is None else self._seed
+        return [seed % 2**64, self._count]
+
     @property
     def state(self) -> torch.Tensor:
         """Seed and position, to come back to; a checkpoint draws the same numbers again."""
-        seed = torch.initial_seed() if self._seed is None else self._seed
-        return torch.from_numpy(np.array([seed % 2**64, self._count], np.uint64).view(np.uint8))
+        return torch.from_numpy(np.array(self._place(), np.uint64).view(np.uint8))
 
     @state.setter
     def state(self, state: torch.Tensor) -> None:
@@ -39,30 +43,17 @@ class _Generator:
 
     def next_seed(self) -> np.ndarray:
         """Two fresh words of key data, uint32."""
-        seed = torch.initial_seed() if self._seed is None else self._seed
+        words = np.random.SeedSequence(self._place()).generate_state(2)
         self._count += 1
-        return np.random.SeedSequence([seed % 2**64, self._count - 1]).generate_state(2)
+        return words
 
 
 GENERATOR = _Generator()
 
 
-_GIVEN: list["jax.Array"] = []
-
-
-@contextlib.contextmanager
-def drawing_by(key: "jax.Array") -> Generator[None, None, None]:
-    """Let the next random number on the jax device be drawn by this key."""
-    _GIVEN.append(key)
-    try:
-        yield
-    finally:
-        _GIVEN.pop()
-
-
 def next_key() -> "jax.Array":
     """A fresh random key."""
-    return _GIVEN[-1] if _GIVEN else wrap_seed(GENERATOR.next_seed())
+    return wrap_seed(GENERATOR.next_seed()) if GENERATOR.given is None else GENERATOR.given
 
 
 def wrap_seed(seed: ArrayLike) -> "jax.Array":

@@ -5,8 +5,7 @@ import inspect
 import os
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
-from types import NoneType
-from typing import Any, cast, get_args
+from typing import Any, TypeGuard, cast, get_args
 
 import numpy as np
 
@@ -19,23 +18,19 @@ MAX_SEED = 2**32 - 1
 def check_kind(argument: str, value: object, kind: Any, *, hint: str = "") -> None:
     """Refuse what is of another type."""
     if not isinstance(value, kind):
-        kinds = cast(tuple[type, ...], get_args(kind) or (kind,))
-        wanted = " or ".join("None" if k is NoneType else _with_article(k.__name__) for k in kinds)
+        names = [k.__name__ for k in cast(tuple[type, ...], get_args(kind) or (kind,))]
+        wanted = " or ".join("None" if n == "NoneType" else f"a{'n' * (n[0] in 'AEIOUaeiou')} {n}" for n in names)
         raise TypeError(f"{caller()}: {argument} must be {wanted}, got {type(value).__name__}.{hint and ' '}{hint}")
 
 
-def _with_article(name: str) -> str:
-    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
-
-
-def is_integer(value: object) -> bool:
+def is_integer(value: object) -> TypeGuard[int]:
     """Tell whether it is a whole number, Python's or numpy's; True and False are not."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def check_count(argument: str, value: object) -> None:
     """Refuse what is not a positive integer."""
-    if not is_integer(value) or cast(int, value) < 1:
+    if not is_integer(value) or value < 1:
         raise ValueError(f"{caller()}: {argument} must be a positive integer, got {value!r}.")
 
 
@@ -47,34 +42,33 @@ def check_number(argument: str, value: object) -> None:
 
 def check_seed(value: object) -> int:
     """Check a seed, and return it as an int."""
-    if not is_integer(value) or not 0 <= cast(int, value) <= MAX_SEED:
+    if not is_integer(value) or not 0 <= value <= MAX_SEED:
         raise ValueError(f"{caller()}: seed must be an int of 32 bits, from 0 to {MAX_SEED}, got {value!r}.")
-    return int(cast(int, value))
+    return int(value)
 
 
 def check_call(argument: str, value: object, *names: str, hint: str = "") -> None:
     """Refuse what cannot be called with so many arguments."""
     check_kind(argument, value, Callable, hint=hint)
-    try:
-        signature = inspect.signature(cast(Callable[..., object], value))
-    except (TypeError, ValueError):  # of C, which does not say
+    signature = signature_of(cast(Callable[..., object], value))
+    if signature is None:
         return
     try:
         signature.bind(*names)
     except TypeError as error:
-        given = f"({', '.join(names)})"
+        name = getattr(value, "__name__", type(value).__name__)
         raise TypeError(
-            f"{caller()}: {argument} is called with {given}, but {_name_of(value)}{_parameters(signature)} cannot be: "
-            f"{error}.{hint and ' '}{hint}"
+            f"{caller()}: {argument} is called with ({', '.join(names)}), but "
+            f"{name}({', '.join(signature.parameters)}) cannot be: {error}.{hint and ' '}{hint}"
         ) from None
 
 
-def _name_of(value: object) -> str:
-    return getattr(value, "__name__", type(value).__name__)
-
-
-def _parameters(signature: inspect.Signature) -> str:
-    return f"({', '.join(signature.parameters)})"
+def signature_of(fn: Callable[..., object]) -> inspect.Signature | None:
+    """The parameters of a function; None of one in C that does not say them."""
+    try:
+        return inspect.signature(fn)
+    except (TypeError, ValueError):
+        return None
 
 
 def as_positions(argument: str, positions: object, names: Sequence[str]) -> tuple[int, ...]:

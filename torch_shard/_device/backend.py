@@ -51,19 +51,17 @@ class DeviceModule:
 
 _KEY = "AutocastPrivateUse1"
 
-_PRODUCT, _WIDE = object(), object()
+FALLBACK = torch.library.Library("_", "IMPL")
 
-_FALLBACK = torch.library.Library("_", "IMPL")
-
-_KERNELS = torch.library.Library("aten", "IMPL")
+KERNELS = torch.library.Library("aten", "IMPL")
 
 
 def register_autocast() -> None:
     """Give the device `jax` an autocast policy, that of `_common.autocast_policy`."""
-    _FALLBACK.fallback(torch.library.fallthrough_kernel, _KEY)
-    for names, policy in ((PRODUCTS, _PRODUCT), (FLOAT32, _WIDE)):
+    FALLBACK.fallback(torch.library.fallthrough_kernel, _KEY)
+    for names in (PRODUCTS, FLOAT32):
         for op in (op for name in names for op in _overloads(name)):
-            _KERNELS.impl(op, functools.partial(_run, op, policy), _KEY)
+            KERNELS.impl(op, functools.partial(_run, op, names is PRODUCTS), _KEY)
 
 
 def _overloads(name: str) -> list[Operator]:
@@ -72,13 +70,13 @@ def _overloads(name: str) -> list[Operator]:
     return [op for op in overloads if not op._schema.is_mutable and "out" not in op._overloadname]
 
 
-def _run(op: Operator, policy: object, *args: PyTree, **kwargs: PyTree) -> PyTree:
+def _run(op: Operator, is_product: bool, *args: PyTree, **kwargs: PyTree) -> PyTree:
     """Run an operator as autocast does: products in the lower precision, the float32 operators in float32."""
-    wanted = torch.get_autocast_dtype("jax") if policy is _PRODUCT else torch.float32
-    changes = (torch.float32,) if policy is _PRODUCT else LOWER
+    wanted = torch.get_autocast_dtype("jax") if is_product else torch.float32
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(wanted) if tensor.device.type == "jax" and tensor.dtype in (*changes, *LOWER) else tensor
+        is_cast = tensor.device.type == "jax" and tensor.dtype in (torch.float32, *LOWER)
+        return tensor.to(wanted) if is_cast else tensor
 
     args, kwargs = torch_pytree.tree_map_only(torch.Tensor, cast, (args, kwargs))
     with torch.amp.autocast("jax", enabled=False):

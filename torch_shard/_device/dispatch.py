@@ -20,7 +20,7 @@ from torch_shard._common.convert import to_host
 from torch_shard._common.dtypes import jax_dtype, torch_dtype
 from torch_shard._common.random import next_key
 from torch_shard._common.types import Operator, PyTree
-from torch_shard._device.backend import DeviceModule, register_autocast
+from torch_shard._device.backend import FALLBACK, KERNELS, DeviceModule, register_autocast
 from torch_shard._device.results import result_of, view_of
 from torch_shard._device.tensor import JaxTensor, Storage, ViewStorage, to_array, wrap_array
 from torch_shard._lowering import (
@@ -122,9 +122,11 @@ def _wrap(tree: PyTree) -> PyTree:
 def _view(func: Operator, args: Sequence[PyTree], kwargs: dict) -> PyTree:
     """A view operator: the result shares the storage of its base."""
     base = args[0]._storage
-    lowering, strided = find_lowering(func), view_of(func, base.strided, args[1:], kwargs)
     if func is aten.detach.default or func is aten.alias.default:
-        return JaxTensor(base)
+        # A gradient that is a view may become `.grad` as it is, to which PyTorch adds in place.
+        is_gradient = isinstance(base, ViewStorage) and torch._C._current_graph_task_id() >= 0
+        return wrap_array(base.read()) if is_gradient else JaxTensor(base)
+    lowering, strided = find_lowering(func), view_of(func, base.strided, args[1:], kwargs)
     if strided is None and (lowering is None or func is aten.view.default):
         return _wrap(_run(func, args, kwargs))  # of such strides torch's reshape makes a copy
 
@@ -136,19 +138,21 @@ def _view(func: Operator, args: Sequence[PyTree], kwargs: dict) -> PyTree:
 
         return view if lowering is not None else None
 
-    found = strided
-    if (whole := nth(None)) is not None and found is None:
-        found = jax.eval_shape(whole, jax.ShapeDtypeStruct(base.shape, base.dtype))
-    if isinstance(found, (list, tuple)):
-        parts = found if strided is not None else [None] * len(found)
-        return [JaxTensor(ViewStorage(base, nth(i), part)) for i, part in enumerate(parts)]
-    return JaxTensor(ViewStorage(base, whole, strided))
+    if isinstance(strided, (list, tuple)):
+        return [JaxTensor(ViewStorage(base, nth(i), part)) for i, part in enumerate(strided)]
+    return JaxTensor(ViewStorage(base, nth(None), strided))
 
 
 def _write(func: Operator, args: Sequence[PyTree], kwargs: dict) -> PyTree:
     """An operator that writes in place or to `out=`: run its functional form, then write."""
     values = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    if torch.Tag.inplace_view in func.tags and func is not aten.detach_.default:
+        name = func.overloadpacket.__name__
+        raise NotImplementedError(
+            f"{name}() would give a tensor on the jax device another shape in place. Use a new tensor instead, as "
+            f"x = x.{name.removesuffix('_')}(...)."
+        )
     functional = _functional(func)
     if functional is None:
         return _write_on_host(func, values, written)
@@ -167,17 +171,7 @@ def _refuse_lossy(result: PyTree, target: PyTree) -> None:
     if not isinstance(result, torch.Tensor) or not isinstance(target, torch.Tensor):
         return
     if not torch.can_cast(result.dtype, target.dtype):
-        names = (str(x.dtype).removeprefix("torch.") for x in (result, target))
-        found, wanted = (_SCALAR_TYPES.get(name, name.capitalize()) for name in names)
-        raise RuntimeError(f"result type {found} can't be cast to the desired output type {wanted}")
-
-
-_SCALAR_TYPES = {
-    **{"float32": "Float", "float64": "Double", "float16": "Half", "bfloat16": "BFloat16", "bool": "Bool"},
-    **{"int8": "Char", "int16": "Short", "int32": "Int", "int64": "Long", "uint8": "Byte"},
-    **{"complex64": "ComplexFloat", "complex128": "ComplexDouble"},
-}
-"""As torch's messages spell them."""
+        torch.empty(0, dtype=target.dtype).add_(torch.empty(0, dtype=result.dtype))
 
 
 def _written(func: Operator, values: dict[str, PyTree], written: list[str]) -> PyTree:
@@ -249,7 +243,7 @@ def _parameter(source: torch.Tensor) -> torch.Tensor | None:
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     if not isinstance(target, JaxTensor):
         return target.copy_(to_host(source.jax()))  # pyright: ignore[reportAttributeAccessIssue]
-    array = source.jax() if isinstance(source, JaxTensor) else to_array(source)
+    array = to_array(source)
     if not isinstance(source, JaxTensor) and source.ndim and target._storage.is_written:
         array = jax.device_put(jnp.broadcast_to(array, target.shape), target.sharding)  # as load_state_dict expects
     target._storage.write(array)
@@ -264,14 +258,10 @@ def _to_copy(
     if not on_jax:
         host = to_host(x.jax()) if isinstance(x, JaxTensor) else x
         return host.to(device=device, dtype=dtype or host.dtype)
-    array = x.jax() if isinstance(x, JaxTensor) else to_array(x)
+    array = to_array(x)
     result = wrap_array(array if dtype is None else array.astype(jax_dtype(dtype)))
     result._moved_from = _parameter(x)
     return result
-
-
-def _item(x: JaxTensor) -> bool | int | float | complex:
-    return x.jax().item()
 
 
 def _rrelu(
@@ -291,7 +281,7 @@ _SPECIAL: dict[Operator, Callable] = {
     aten.empty_like.default: _empty_like,
     aten.copy_.default: _copy_,
     aten._to_copy.default: _to_copy,
-    aten._local_scalar_dense.default: _item,
+    aten._local_scalar_dense.default: lambda x: x.jax().item(),
     aten.set_data.default: lambda x, value: setattr(x, "data", value),
 }
 
@@ -305,12 +295,12 @@ def register_device() -> None:
     torch._register_device_module("jax", module)
     acc.register_python_privateuseone_hook(backend_registration._DummyPrivateUse1Hook())
     acc.register_python_privateuseone_device_guard(backend_registration._DummyDeviceGuard())
-    _FALLBACK.fallback(lambda func, *args, **kwargs: runner(func)(*args, **kwargs), "PrivateUse1")
+    FALLBACK.fallback(lambda func, *args, **kwargs: runner(func)(*args, **kwargs), "PrivateUse1")
     for op in _FACTORIES:
-        _KERNELS.impl(op, lambda *args, op=op, **kwargs: _wrap(_run(op, args, kwargs)), "PrivateUse1")
+        KERNELS.impl(op, lambda *args, op=op, **kwargs: _wrap(_run(op, args, kwargs)), "PrivateUse1")
     register_autocast()
     torch.Tensor.is_jax = property(lambda self: self.device.type == "jax")  # pyright: ignore  (torch.compile reads it)
-    _KERNELS.impl(aten.copy_.default, _copy_, "PrivateUse1")  # torch.tensor(..., device="jax") gets no further
+    KERNELS.impl(aten.copy_.default, _copy_, "PrivateUse1")  # torch.tensor(..., device="jax") gets no further
 
 
 # PyTorch builds these by resizing an empty tensor, which an array cannot do.
@@ -325,7 +315,3 @@ _FACTORIES = (
     aten.tril_indices.default,
     aten.triu_indices.default,
 )
-
-_FALLBACK = torch.library.Library("_", "IMPL")
-
-_KERNELS = torch.library.Library("aten", "IMPL")

@@ -8,8 +8,8 @@ import torch
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_shard._common.patching import patched
-from torch_shard._common.random import drawing_by
+from torch_shard._common.patching import having, patched
+from torch_shard._common.random import GENERATOR
 from torch_shard._common.types import Operator, PyTree
 from torch_shard._device.dispatch import runner
 from torch_shard._device.placement import to_cpu
@@ -29,7 +29,7 @@ class ReplayRNG(TorchDispatchMode):
         key = jax.random.fold_in(self._key, self.position)
         self.position += 1
         given, named = torch_pytree.tree_map_only(torch.Tensor, lambda t: t.to("jax"), (args, kwargs))
-        with drawing_by(key):
+        with having(GENERATOR, given=key):
             drawn = torch_pytree.tree_map_only(torch.Tensor, to_cpu, runner(func)(*given, **named))
         if func._schema.is_mutable:
             return args[0].copy_(drawn)

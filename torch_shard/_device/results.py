@@ -30,13 +30,13 @@ def _result(func: Operator, args: Any, names: tuple[str, ...], values: Any, defa
 
 
 def view_of(func: Operator, base: torch.Tensor, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
-    """The result of a view operator on a meta tensor; None where its strides or its dtype are not torch's."""
+    """The result of a view operator on a meta tensor; None where elements are not those of its base, in its places."""
     try:
         found = func(base, *args, **kwargs)
     except Exception:  # torch cannot view these strides so, and an array can be reshaped always
         return None
     views = found if isinstance(found, (list, tuple)) else [found]
-    return found if all(view.dtype == base.dtype for view in views) else None
+    return found if all(v.dtype == base.dtype and not (v.is_conj() or v.is_neg()) for v in views) else None
 
 
 def _outline(values: Any) -> Any:

@@ -1,6 +1,5 @@
 """The eager tensor of the jax device: a torch.Tensor whose data is a jax.Array, and the storage that views share."""
 
-import math
 import sys
 import weakref
 from collections.abc import Callable
@@ -10,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.core import Tracer
+from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
 from torch_shard._common.convert import host_array, to_host
@@ -56,7 +57,7 @@ class ViewStorage(Storage):
     Args:
         base: What it is a view of.
         view: The operator; None to read by strides.
-        strided: Its result for `base.strided`, if PyTorch has one of this dtype.
+        strided: Its result for `base.strided`; None if the elements are made of those of the base, as of `z.real`.
     """
 
     def __init__(
@@ -66,7 +67,8 @@ class ViewStorage(Storage):
         self.dtype = base.dtype
         if strided is None:
             assert view is not None
-            self.shape = tuple(jax.eval_shape(view, jax.ShapeDtypeStruct(base.shape, base.dtype)).shape)
+            made = jax.eval_shape(view, jax.ShapeDtypeStruct(base.shape, base.dtype))
+            self.shape, self.dtype = tuple(made.shape), made.dtype
         else:
             self.shape = tuple(strided.shape)
 
@@ -88,16 +90,25 @@ class ViewStorage(Storage):
         return self.view(self.base.read())
 
     def write(self, value: jax.Array) -> None:
-        value = jnp.broadcast_to(jnp.asarray(value, self.dtype), self.shape)
-        base = self.base if self._strided is None else self.root
-        flat = base.read().reshape(-1).at[self._places()].set(value)
-        base.write(flat.reshape(base.shape))
+        places, strides = self._places(), self.strided.stride()
+        if any(size > 1 and stride == 0 for size, stride in zip(self.shape, strides, strict=True)):
+            raise RuntimeError(
+                f"Several elements of this view of shape {self.shape} are one element of its base (expand), and cannot "
+                "be written to. Write to a clone()."
+            )
+        whole = self.root.read()
+        flat = whole.reshape(-1).at[places].set(jnp.broadcast_to(jnp.asarray(value, self.dtype), self.shape))
+        written = flat.reshape(whole.shape)
+        is_placed = not isinstance(whole, Tracer) and isinstance(whole.sharding, NamedSharding)
+        self.root.write(jax.device_put(written, whole.sharding) if is_placed else written)
 
     def _places(self) -> jax.Array:
-        """Where each element is, in order: in the root, by strides, or else in the base."""
+        """Where each element is in the root, in order."""
         if self._strided is None:
-            assert self.view is not None
-            return self.view(jnp.arange(math.prod(self.base.shape)).reshape(self.base.shape))
+            raise NotImplementedError(
+                f"This view of shape {self.shape} has numbers of its own on the jax device, made of those of its base "
+                "(z.real, z.conj()), and so cannot be written to. Write to the base: z = torch.complex(real, imag)."
+            )
         places = jnp.full(self.shape, int(self._strided.storage_offset()))
         for dim, (size, stride) in enumerate(zip(self.shape, self._strided.stride(), strict=True)):
             places += (jnp.arange(size) * stride).reshape(size, *[1] * (len(self.shape) - dim - 1))

@@ -226,35 +226,33 @@ def _apply(
     return _Opaque.apply(flat, run, *tensors) if needs_grad else run(flat, *tensors)
 
 
-def run_now(flat: FlatJaxFn, tensors: list[torch.Tensor], closure: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The results of a JAX function for tensors that have values; see `run_captured`."""
-    # Moved by PyTorch, which brings gradients back to where their tensors are.
-    return _run(flat, _run_now, lambda t: t.to("jax") if t.requires_grad else t, tensors, closure=closure)
-
-
-def run_captured(flat: FlatJaxFn, tensors: list[torch.Tensor], closure: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """In a capture: what torch functions below `flat` close over becomes further arguments, as it is met."""
-    return _run(flat, _run_captured, as_captured, tensors, closure=closure)
-
-
 def run_known(fn: KnownFunction, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """In a capture: the results of a function that is the same object for all calls that are alike."""
     return _apply(fn, _run_known, [*map(as_captured, tensors)])
 
 
-def _run(
-    flat: FlatJaxFn,
-    run: Callable[..., list[torch.Tensor]],
-    prepare: Callable[[torch.Tensor], torch.Tensor],
-    tensors: list[torch.Tensor],
-    *,
-    closure: list[torch.Tensor],
+def run_flat(
+    flat: FlatJaxFn, tensors: list[torch.Tensor], closure: list[torch.Tensor], *, captured: bool
 ) -> Sequence[torch.Tensor]:
+    """The results of a JAX function; what torch functions below it close over becomes further arguments, as it is met.
+
+    Args:
+        flat: The function.
+        tensors: Its arguments.
+        closure: Further ones, to which those that are met are added.
+        captured: Whether the tensors are those of a capture, without values.
+    """
+    run, prepare = (_run_captured, as_captured) if captured else (_run_now, _moved)
     while True:
         try:
             return _apply(flat, run, [*map(prepare, tensors), *map(prepare, closure)])
         except MoreInputs as request:
             closure.extend(request.tensors)
+
+
+def _moved(tensor: torch.Tensor) -> torch.Tensor:
+    """Moved by PyTorch, which brings gradients back to where their tensors are."""
+    return tensor.to("jax") if tensor.requires_grad else tensor
 
 
 def draw_seed(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -108,7 +108,7 @@ def _check_operator(op: Operator) -> None:
             f"{caller()}: {name} has a lowering, torch_shard's. To run a function of yours in the place of the torch "
             "function that calls it, use torch_shard.override, as override(torch.nn.functional.gelu)."
         )
-    if _is_composite(op):
+    if _has_kernel(op, "CompositeImplicitAutograd"):
         raise ValueError(
             f"{caller()}: {name} is a composite (CompositeImplicitAutograd): PyTorch runs what its kernel is written "
             f"in, and no program has it. Give its kernel another dispatch key, or use override(torch.ops.{op})."
@@ -118,15 +118,11 @@ def _check_operator(op: Operator) -> None:
             f"{caller()}: {name} has an argument split by keyword alone, by which a lowering learns how a step splits "
             "its batch. Give it another name, or let it be given by position."
         )
-    if _writes_or_aliases(op):
+    if op._schema.is_mutable or any(a.alias_info is not None for a in (*op._schema.arguments, *op._schema.returns)):
         raise ValueError(
             f"{caller()}: {name} writes to its arguments, or returns a view of one: {op._schema}. Register one that "
             "returns new tensors."
         )
-
-
-def _key_first(op: Operator) -> list[str]:
-    return ["key"] * (torch.Tag.nondeterministic_seeded in op.tags)
 
 
 def _by_keyword(op: Operator) -> list[str]:
@@ -139,6 +135,7 @@ class _Lowered:
     def __init__(self, op: Operator, fn: Callable[..., PyTree], split: Split) -> None:
         name = op.name().removesuffix(".default")
         self.op, self.fn, self.split = op, fn, split
+        self._is_random = torch.Tag.nondeterministic_seeded in op.tags
         self.own = Own(name, described(fn), f"the fake rule of {name} (torch.library.register_fake) says")
         self._calls = Calls(self._run, self.own, split.matmul_precision)
 
@@ -147,7 +144,8 @@ class _Lowered:
         packet = self.op.overloadpacket
         functions = replace_in(FUNCTIONS, {self.op: self.captured, packet: _by_overload(packet)})
         lowering = replace_in(LOWERINGS, {self.op: self})
-        RANDOM.update([self.op] * len(_key_first(self.op)))
+        if self._is_random:
+            RANDOM.add(self.op)
         ON_MESH.add(self.op)
 
         def take_away() -> None:
@@ -159,7 +157,7 @@ class _Lowered:
         return take_away
 
     def __call__(self, *args: PyTree, split: RowSplit | None = None, **kwargs: PyTree) -> PyTree:
-        num_keys = len(_key_first(self.op))
+        num_keys = int(self._is_random)
         with CLOSURE.within(split):
             return self._run(self._values(args[num_keys:], kwargs), *args[:num_keys])
 
@@ -190,7 +188,7 @@ class _Lowered:
         needs_grad = torch.is_grad_enabled() and any(as_captured(t).requires_grad for t in tensors)
         if not needs_grad or _has_derivative(self.op) or in_transform():
             return self.op(*args, **kwargs)
-        if self.op in RANDOM:
+        if self._is_random:
             raise NotImplementedError(
                 f"{self.own.name} draws random numbers, and a derivative by JAX would draw others. Give it a formula, "
                 "torch.library.register_autograd, which saves what was drawn."
@@ -222,19 +220,8 @@ def _has_derivative(operator: Operator) -> bool:
     definition = OPDEFS.get(operator.name().removesuffix(".default"))
     if definition is not None and definition._opoverload is operator:  # which has a kernel that raises, if not
         return definition._backward_fn is not None
-    return _has_kernel(operator, ("Autograd", "AutogradCPU"))
+    return _has_kernel(operator, "Autograd", "AutogradCPU")
 
 
-def _is_composite(operator: Operator) -> bool:
-    """Tell whether PyTorch runs an operator as the operators that its kernel is written in, and no graph has it."""
-    return _has_kernel(operator, ("CompositeImplicitAutograd",))
-
-
-def _writes_or_aliases(operator: Operator) -> bool:
-    """Tell whether an operator writes to an argument, or returns a view of one."""
-    schema = operator._schema
-    return schema.is_mutable or any(value.alias_info is not None for value in (*schema.arguments, *schema.returns))
-
-
-def _has_kernel(operator: Operator, keys: Iterable[str]) -> bool:
+def _has_kernel(operator: Operator, *keys: str) -> bool:
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key) for key in keys)

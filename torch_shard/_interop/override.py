@@ -22,7 +22,7 @@ from torch_shard._common.autocast_policy import LOWER, PRODUCTS
 from torch_shard._common.caller import caller, error_prefix, public
 from torch_shard._common.overrides import ATTRIBUTES, FUNCTIONS, HELD, Attribute, replace_in
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_kind
+from torch_shard._common.validate import check_kind, signature_of
 from torch_shard._interop.jax_function import like, run_known
 from torch_shard._interop.kernels import Calls, Kernel, Split, described
 from torch_shard._lowering import Own
@@ -120,7 +120,7 @@ class _Place:
     @functools.cached_property
     def signature(self) -> inspect.Signature | None:
         """The parameters of the function, where it is written in Python."""
-        return _signature_of(self.function)
+        return signature_of(self.function)
 
     @classmethod
     def of(cls, function: Any) -> _Place:
@@ -272,7 +272,7 @@ class _Override:
         self, fn: Callable[..., object], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
         """The arguments of a call of torch's function as those of `fn`."""
-        signature = _signature_of(fn)
+        signature = signature_of(fn)
         if signature is None:
             return args, kwargs
         try:
@@ -287,7 +287,7 @@ class _Override:
 
     def _run(self, values: Sequence[PyTree]) -> PyTree:
         args, kwargs = values
-        signature = _signature_of(self._fn)
+        signature = signature_of(self._fn)
         parameters = [] if signature is None else [*signature.parameters]
         by_keyword = sorted(kwargs, key=lambda name: parameters.index(name) if name in parameters else len(parameters))
 
@@ -296,13 +296,6 @@ class _Override:
 
         values = [*args, *(kwargs[name] for name in by_keyword)]
         return self._split.run(run, values, f"{self._own.fn}, in place of {self.place.name},")
-
-
-def _signature_of(fn: Callable[..., object]) -> inspect.Signature | None:
-    try:
-        return inspect.signature(fn)
-    except (TypeError, ValueError):  # of C, which does not say
-        return None
 
 
 def bind_as(

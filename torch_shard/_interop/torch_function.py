@@ -26,7 +26,7 @@ from torch_shard._capture import (
     is_literal,
     repeating,
 )
-from torch_shard._common.axes import into_shares, manual_axes, map_together, sum_shares
+from torch_shard._common.axes import into_shares, manual_axes, map_together, sum_shares, vary_like, vjp_of_chosen
 from torch_shard._common.convert import Rest, Static, adopt_torch_nodes, take_out
 from torch_shard._common.dtypes import captured_dtype
 from torch_shard._common.random import Key, NeedsKey
@@ -47,9 +47,8 @@ class FlatFunction:
         self._fresh: set[int] = set()
         self._bound: dict[object, FlatFunction] = {}
         # Caches of its own: one of the class would keep every callable, and its programs, forever.
-        self.differentiable = functools.cache(self._differentiable)
+        self.differentiable = functools.cache(functools.partial(_with_torch_derivative, self))
         self.vjp = functools.cache(self._vjp)
-        self.jvp = functools.cache(self._jvp)
 
     def _current(
         self, arrays: Sequence[jax.Array], needs_grad: tuple[bool, ...]
@@ -149,38 +148,18 @@ class FlatFunction:
         closure = _Tensors(self.program(arrays, no_grad).graph.closure)
         return self.differentiable(no_grad, closure, active_regions())(key, *arrays, *CLOSURE.values(closure))
 
-    def _differentiable(
-        self, needs_grad: tuple[bool, ...], closure: "_Tensors", autocast: ActiveRegions
-    ) -> Callable[..., list[jax.Array]]:
-        """The JAX function `(key, *arrays, *values of the closure) -> list of arrays`.
-
-        The values are arguments since JAX may trace derivatives when nobody reads them any more, and only once.
-
-        Args:
-            needs_grad: On which inputs the callable sees `requires_grad`.
-            closure: The tensors that it reaches by itself.
-            autocast: The regions that it runs in; JAX may trace derivatives when they are over.
-        """
-        return _with_torch_derivative(self, needs_grad, closure, autocast)
-
-    def _repeated(
-        self, inputs: Sequence[torch.Tensor], wanted: Sequence[bool], given: Sequence[bool]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], Sequence[torch.Tensor]]:
-        """The callable once more: the given ones of what it returns, the wanted inputs, and all that it returns."""
-        primals = [
-            p.detach().requires_grad_() if want and not p.requires_grad else p
-            for p, want in zip(inputs, wanted, strict=False)
-        ]
-        with repeating():
-            results = self.fn(*primals)[0]
-        return [*itertools.compress(results, given)], [*itertools.compress(primals, wanted)], results
-
     def _vjp(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> "FlatFunction":
         """`(*primals, *cotangents of the given outputs) -> gradients of the wanted primals`."""
 
         def gradients(*inputs: torch.Tensor) -> Any:
             again, cotangents = any(t.requires_grad for t in inputs), inputs[len(wanted) :]
-            outputs, leaves, _ = self._repeated(inputs, wanted, given)
+            primals = [
+                p.detach().requires_grad_() if want and not p.requires_grad else p
+                for p, want in zip(inputs, wanted, strict=False)
+            ]
+            with repeating():
+                results = self.fn(*primals)[0]
+            outputs, leaves = itertools.compress(results, given), [*itertools.compress(primals, wanted)]
             pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
             if not pairs:
                 return [torch.zeros_like(leaf) for leaf in leaves], None
@@ -192,48 +171,20 @@ class FlatFunction:
 
         return FlatFunction(gradients, f"the derivative of {self.what}", is_derived=True)
 
-    def _jvp(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> "FlatFunction":
-        """`(*primals, *tangents of the wanted ones) -> (*outputs, *tangents of the given outputs)`.
-
-        By the derivative of a backward pass, which is linear in its cotangents: forward mode of PyTorch does not go
-        through what calls `torch.autograd.grad` itself, as derivatives here do.
-        """
-
-        def pushed(*inputs: torch.Tensor) -> Any:
-            again, tangents = any(t.requires_grad for t in inputs), inputs[len(wanted) :]
-            outputs, leaves, results = self._repeated(inputs, wanted, given)
-            moving = [o for o in outputs if o.requires_grad]
-            cotangents = [torch.zeros_like(o, requires_grad=True) for o in moving]
-            moved = iter(_derivatives(moving, leaves, cotangents, tangents, again))
-            none = (torch.zeros_like(o) for o in outputs)
-            found = [next(moved) if o.requires_grad else zero for o, zero in zip(outputs, none, strict=True)]
-            return [*results, *found], None
-
-        return FlatFunction(pushed, f"the derivative of {self.what}", is_derived=True)
-
-
-def _derivatives(
-    outputs: Sequence[torch.Tensor],
-    leaves: Sequence[torch.Tensor],
-    cotangents: Sequence[torch.Tensor],
-    tangents: Sequence[torch.Tensor],
-    again: bool,
-) -> Sequence[torch.Tensor]:
-    """The tangents of outputs, where leaves have these."""
-    if not outputs:
-        return []
-    options: Any = {"allow_unused": True, "materialize_grads": True}
-    grads = torch.autograd.grad(outputs, leaves, cotangents, create_graph=True, **options)
-    pairs = [(grad, tangent) for grad, tangent in zip(grads, tangents, strict=True) if grad.requires_grad]
-    if not pairs:
-        return [torch.zeros_like(o) for o in outputs]
-    moving, given = zip(*pairs, strict=True)
-    return torch.autograd.grad(moving, cotangents, given, create_graph=again, **options)
-
 
 def _with_torch_derivative(
     function: FlatFunction, needs_grad: tuple[bool, ...], closure: "_Tensors", autocast: ActiveRegions
 ) -> Callable[..., list[jax.Array]]:
+    """The JAX function `(key, *arrays, *values of the closure) -> list of arrays`.
+
+    The values are arguments since JAX may trace derivatives when nobody reads them any more, and only once.
+
+    Args:
+        function: The callable.
+        needs_grad: On which inputs it sees `requires_grad`.
+        closure: The tensors that it reaches by itself.
+        autocast: The regions that it runs in; JAX may trace derivatives when they are over.
+    """
     num_arrays = len(needs_grad)
 
     def run(key: Key, *inputs: jax.Array) -> list[jax.Array]:
@@ -268,17 +219,18 @@ def _with_torch_derivative(
         return None, *grads, *(None for _ in values)
 
     def push(primals: Any, tangents: Any) -> Any:
+        """By the derivative of the backward pass, which is linear in its cotangents, and so PyTorch's own too."""
         key, arrays, values = primals[0], primals[1 : 1 + num_arrays], primals[1 + num_arrays :]
-        outputs = jax.eval_shape(run, *primals)
+        results = either(*primals)
         wanted, given = (
-            tuple(jax.numpy.issubdtype(a.dtype, jax.numpy.inexact) for a in of) for of in (arrays, outputs)
+            tuple(jax.numpy.issubdtype(a.dtype, jax.numpy.inexact) for a in of) for of in (arrays, results)
         )
-        chosen = itertools.compress(tangents[1 : 1 + num_arrays], wanted)
-        with autocast.entered(), Reader(closure, values, CLOSURE.token, partial=True).active():
-            found = function.jvp(wanted, given).apply(key, *arrays, *chosen)
-        results, moved = found[: len(given)], iter(found[len(given) :])
+        pull = vjp_of_chosen(lambda *arrays: either(key, *arrays, *values), arrays, wanted, given)[1]
+        zeros = [vary_like(jax.numpy.zeros_like(o), o) for o in itertools.compress(results, given)]
+        (moved,) = jax.vjp(pull, zeros)[1](tuple(itertools.compress(tangents[1 : 1 + num_arrays], wanted)))
+        found = iter(moved)
         none = (np.zeros(o.shape, jax.dtypes.float0) for o in results)
-        return results, [next(moved) if g else zero for g, zero in zip(given, none, strict=True)]
+        return results, [next(found) if g else zero for g, zero in zip(given, none, strict=True)]
 
     def either(key: Key, *inputs: jax.Array) -> list[jax.Array]:
         """In reverse mode; in forward mode where JAX is in that."""

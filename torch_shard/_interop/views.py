@@ -27,7 +27,7 @@ from torch_shard._device import (
     wrap_array,
 )
 from torch_shard._interop.closure import CLOSURE, Reader
-from torch_shard._interop.jax_function import draw_seed, run_captured, run_now
+from torch_shard._interop.jax_function import draw_seed, run_flat
 from torch_shard._interop.torch_function import TorchFunction
 from torch_shard._lowering import capture_settings
 from torch_shard._sharding import check_mesh
@@ -129,7 +129,7 @@ def _call(
     if random and captured:
         tensors.append(draw_seed(tensors))
     closure = [] if site is None else site.closure
-    results = (run_captured if captured else run_now)(flat, tensors, closure)
+    results = run_flat(flat, tensors, closure, captured=captured)
     if captured and site is not None:
         for flags in site.flags:
             add_modules(flags)

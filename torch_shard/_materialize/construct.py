@@ -42,7 +42,6 @@ class Construction:
 
 def construct(make: Callable[[], Any]) -> Construction:
     """Run a constructor on fakes."""
-    made: list[tuple[nn.Module, dict[str, torch.Tensor], int]] = []
 
     def run() -> Any:
         module = make()
@@ -51,12 +50,13 @@ def construct(make: Callable[[], Any]) -> Construction:
         entries = holdings(module).all
         others = {path: tensor for path, tensor in _attributes(module) if is_fake(tensor)}
         tensors = {**entries, **others}
-        made.append((module, tensors, len(entries)))
-        return [t.detach() if t.device.type != "meta" else torch.zeros(()) for t in tensors.values()], None
+        values = [t.detach() if t.device.type != "meta" else torch.zeros(()) for t in tensors.values()]
+        return values, (module, tensors, len(entries))
 
     with _lazy_refused(), patched(nn.Module, "_apply", _on_fakes):
         graph = capture(run, [], keep=_keep, restore=False)
-    return Construction(*made[0], graph)
+    module, tensors, num_entries = graph.aux
+    return Construction(module, tensors, num_entries, graph)
 
 
 def _on_fakes(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,24 +134,18 @@ def _initialise(module: nn.Module, names: Iterable[str], init: Init) -> None:
     """Run `reset_parameters` of the modules that hold these entries, as their constructors did, and then `init`."""
     held = holdings(module).all
     wanted = {id(held[name]) for name in names}
-    for m in _children_first(module, set()):
+    children_first: dict[nn.Module, None] = {}
+    module.apply(children_first.setdefault)
+    for m in children_first:
         reset = initialiser_of(m, "reset_parameters")
         if reset is not None and any(id(t) in wanted for t in (*m.parameters(), *m.buffers())):
             reset()
     if callable(init):
         module.apply(init)
     elif init != "reset_parameters":
-        for m in _children_first(module, set()):
+        for m in children_first:
             if (method := initialiser_of(m, init)) is not None:
                 method()
-
-
-def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
-    if id(module) not in seen:
-        seen.add(id(module))
-        for child in module.children():
-            yield from _children_first(child, seen)
-        yield module
 
 
 def construct_again(model: nn.Module, names: list[str], init: Init) -> Construction:

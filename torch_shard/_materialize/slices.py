@@ -125,21 +125,13 @@ def _slice(number: int, nodes: Iterable[Node], output: Node, origin: dict[object
 
 
 def _text(inputs: Iterable[Node], calls: Iterable[Node], output: Node, draws: dict[Node, tuple[int, int]]) -> str:
-    names: dict[Node, object] = {node: _Named(f"in{i}") for i, node in enumerate(inputs)}
+    names = {node: f"%in{i}" for i, node in enumerate(inputs)}
     lines = [f"{node.meta['val'].dtype} {tuple(node.meta['val'].shape)}" for node in inputs]
     for i, node in enumerate(calls):
-        names[node] = _Named(f"x{i}")
+        names[node] = f"%{i}"
         arguments = fill_in((node.args, node.kwargs), names.__getitem__)
         lines.append(f"{node.target} {arguments} {draws.get(node)}")
-    return "\n".join([*lines, repr(names[output])])
-
-
-class _Named:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __repr__(self) -> str:
-        return self.name
+    return "\n".join([*lines, names[output]])
 
 
 def call_in_torch(fills: Mapping[Node, Fill], node: Node, value_of: Callable[[Node], PyTree]) -> PyTree:

@@ -13,7 +13,7 @@ import torch
 from jax import lax
 
 from torch_shard._capture import current_values
-from torch_shard._common.axes import tracked_axes, vary
+from torch_shard._common.axes import manual_axes, tracked_axes, vary
 from torch_shard._common.caller import caller, public
 from torch_shard._common.random import fold_axes, wrap_seed
 from torch_shard._interop import call_jax
@@ -246,6 +246,7 @@ def ppermute(x: T, axis: Axis, pairs: Sequence[tuple[int, int]]) -> T:
 
     Raises:
         ValueError: An index is out of range, or stands twice among the sources or among the destinations.
+        NotImplementedError: Several axes are not all of one mesh, as with that of a `jax_vmap`.
 
     Example:
         >>> import torch, torch_shard as ts
@@ -256,6 +257,11 @@ def ppermute(x: T, axis: Axis, pairs: Sequence[tuple[int, int]]) -> T:
     """
     sizes = sizes_of(axis)
     checked = check_pairs(pairs, math.prod(sizes.values()))
+    if len(sizes) > 1 and not sizes.keys() <= manual_axes().keys():
+        raise NotImplementedError(
+            f"{caller()}: {' and '.join(map(repr, sizes))} are not all axes of one mesh, and JAX would send along one "
+            "of them alone. Use one after the other."
+        )
     return map_tensors(x, lambda t: _call(_ppermute, t, tuple(sizes), checked))
 
 
@@ -347,45 +353,40 @@ def fold_in_axis(
     return call_jax(lambda words: jax.random.key_data(fold_axes(wrap_seed(words), axes)), key)
 
 
-# What JAX does. Axes that JAX tracks (see `_common.axes`) and others, of a `vmap` within, do not mix in one primitive.
+# What JAX does.
 
 
 def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    tracked, others = _by_kind(axes)
-    x = lax.psum(vary(x, tracked), tracked) if tracked else x
-    return lax.psum(x, others) if others else x
+    return lax.psum(_varied(x, axes), axes)
 
 
 def _all_gather(x: jax.Array, axes: tuple[str, ...], dim: int, to: Variation) -> jax.Array:
-    tracked, _ = _by_kind(axes)
-    x = vary(x, tracked)
+    x = _varied(x, axes)
     for axis in reversed(axes):
-        x = lax.all_gather(x, axis, axis=dim, tiled=True, **({"to": to} if axis in tracked else {}))
+        x = lax.all_gather(x, axis, axis=dim, tiled=True, **({"to": to} if tracked_axes() else {}))
     return x
 
 
 def _psum_scatter(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    x = vary(x, _by_kind(axes)[0])
+    x = _varied(x, axes)
     for axis in axes:
         x = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
     return x
 
 
 def _all_to_all(x: jax.Array, axes: tuple[str, ...], split: int, concat: int) -> jax.Array:
-    return lax.all_to_all(vary(x, _by_kind(axes)[0]), _one_kind(axes), split, concat, tiled=True)
+    return lax.all_to_all(_varied(x, axes), axes, split, concat, tiled=True)
 
 
 def _ppermute(x: jax.Array, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    return lax.ppermute(vary(x, _by_kind(axes)[0]), _one_kind(axes), pairs)
+    return lax.ppermute(_varied(x, axes), axes, pairs)
 
 
 def _extreme(x: T, axis: Axis, reduce: Callable[..., jax.Array]) -> T:
     axes = tuple(sizes_of(axis))
 
     def plain(a: jax.Array) -> jax.Array:
-        tracked, others = _by_kind(axes)
-        a = reduce(vary(a, tracked), tracked) if tracked else a
-        return reduce(a, others) if others else a
+        return reduce(_varied(a, axes), axes)
 
     smooth = jax.custom_jvp(plain)
 
@@ -407,24 +408,16 @@ def _extreme(x: T, axis: Axis, reduce: Callable[..., jax.Array]) -> T:
     return map_tensors(x, of_tensor, of_number=lambda n: n)
 
 
-def _by_kind(axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes that JAX tracks, and the others."""
+def _varied(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The same values, as ones that may differ over these axes, where JAX tracks that (see `_common.axes`)."""
     known = tracked_axes()
-    others = tuple(a for a in axes if a not in known)
+    others = [axis for axis in axes if axis not in known]
     if known and others:
         raise NotImplementedError(
             f"{others[0]!r} is the axis_name of a jax_vmap, along which JAX cannot communicate within jax_shard_map "
             "while it tracks what varies. Give jax_shard_map check_vma=False, or reduce the dim without jax_vmap."
         )
-    return tuple(a for a in axes if a in known), others
-
-
-def _one_kind(axes: tuple[str, ...]) -> tuple[str, ...]:
-    if all(_by_kind(axes)):
-        raise NotImplementedError(
-            f"{caller()}: {' and '.join(map(repr, axes))} are bound by different transforms. Use one after the other."
-        )
-    return axes
+    return vary(x, axes) if known else x
 
 
 def _call(fn: Callable[..., jax.Array], t: torch.Tensor, *args: object) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch_shard._common.caller import error_prefix, public
 from torch_shard._common.convert import spread_prefix
 from torch_shard._common.random import Key, fold_axes
 from torch_shard._common.types import Device, PyTree
-from torch_shard._common.validate import as_positions, check_kind
+from torch_shard._common.validate import as_positions, check_kind, signature_of
 from torch_shard._interop import CLOSURE, PerClosure, Pure, Reader, adapt, pure_of
 from torch_shard._sharding import as_devices, check_mesh, describe_mesh
 
@@ -30,7 +30,7 @@ def vmap_of_arrays(
     out_axes: PyTree,
     *,
     axis_size: int,
-    vmap: Callable[..., Any] = jax.vmap,
+    vmap: Callable[..., Any],
 ) -> Callable[..., PyTree]:
     """`jax.vmap` of a function of arrays that returns a pytree of arrays.
 
@@ -39,7 +39,7 @@ def vmap_of_arrays(
         in_axes: The mapped dim of each argument, or None.
         out_axes: As for `jax.vmap`.
         axis_size: How many rows there are.
-        vmap: `jax.vmap`, or a partial of it, with an `axis_name` for example.
+        vmap: `jax.vmap`, with an `axis_name` for example.
     """
     mapped = jax.custom_vjp(vmap(fn, in_axes, out_axes, axis_size=axis_size))
 
@@ -117,7 +117,7 @@ def jax_vmap(
     def mapped(key: Key, /, *args: PyTree, **named: PyTree) -> PyTree:
         size = _num_rows(fn, in_axes, axis_size, args, named)
         leaves, tree = jax.tree.flatten((args, named))
-        spread = spread_prefix((_axes_of(in_axes, len(args)), dict.fromkeys(named, 0)), tree)
+        spread = spread_prefix((_for_each(in_axes, len(args)), dict.fromkeys(named, 0)), tree)
         tensors, values = CLOSURE.held()
         token, is_read = CLOSURE.token, bool(CLOSURE.readers)
 
@@ -199,7 +199,7 @@ def jax_pmap(
             options[name] = as_positions(name, positions, names)
 
         mapped = jax.pmap(
-            _counted_as(fn, run), axis_name, in_axes=(*_axes_of(in_axes, num_args), (None, None)), **options
+            _counted_as(fn, run), axis_name, in_axes=(*_for_each(in_axes, num_args), (None, None)), **options
         )
         return lambda values, key, /, *args, **named: mapped(*args, (values, key), **named)
 
@@ -253,7 +253,7 @@ def jax_shard_map(
     check_mesh(mesh)
 
     def compile_for(run: Pure, num_args: int) -> Pure:
-        specs = tuple(in_specs) if isinstance(in_specs, (tuple, list)) else (in_specs,) * num_args
+        specs = _for_each(in_specs, num_args)
 
         def whole(values: list[jax.Array], key: Key, *args: PyTree) -> PyTree:
             outer = manual_axes()  # in a function that is mapped over other axes of the mesh
@@ -322,14 +322,13 @@ def _names(axes: Iterable[str]) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def _axes_of(in_axes: PyTree, num_args: int) -> tuple[PyTree, ...]:
-    return tuple(in_axes) if isinstance(in_axes, (tuple, list)) else (in_axes,) * num_args
+def _for_each(given: PyTree, num_args: int) -> tuple[PyTree, ...]:
+    """Axes or specs of each argument, of what is given for all or for each."""
+    return tuple(given) if isinstance(given, (tuple, list)) else (given,) * num_args
 
 
 def names_of(fn: Callable[..., object], num_args: int) -> list[str]:
     """Names of the arguments of a callable, for errors."""
-    try:
-        names = [p.name for p in inspect.signature(fn).parameters.values() if p.kind < inspect.Parameter.VAR_POSITIONAL]
-    except (TypeError, ValueError):
-        names = []
+    parameters = () if (signature := signature_of(fn)) is None else signature.parameters.values()
+    names = [p.name for p in parameters if p.kind < inspect.Parameter.VAR_POSITIONAL]
     return [names[i] if i < len(names) else f"argument {i}" for i in range(num_args)]

@@ -221,9 +221,8 @@ Piece = tuple[tuple[slice, ...], str, Callable[[], np.ndarray]]
 
 def _shards(array: jax.Array) -> Iterator[Piece]:
     for shard in array.addressable_shards:
-        index = tuple(shard.index) if any(s != slice(None) for s in shard.index) else ()
         place = f"{shard.device.platform.upper()} {shard.device.id}"
-        yield index, place, lambda shard=shard: np.asarray(shard.data)
+        yield shard.index, place, lambda shard=shard: np.asarray(shard.data)
 
 
 def _rows(path: str, pieces: Iterable[Piece], ndim: int) -> Iterator[Piece]:
@@ -232,10 +231,9 @@ def _rows(path: str, pieces: Iterable[Piece], ndim: int) -> Iterator[Piece]:
         raise ValueError(f"assert_replica_integrity: {path} is a scalar, and device_axis=True needs a leading dim.")
     for index, place, read in pieces:
         first = (index[0].start or 0) if index else 0
-        rest = index[1:] if any(s != slice(None) for s in index[1:]) else ()
         on = "" if place == "the host" else f" on {place}"
         for row in range(len(read())):
-            yield rest, f"row {first + row}{on}", lambda read=read, row=row: read()[row]
+            yield index[1:], f"row {first + row}{on}", lambda read=read, row=row: read()[row]
 
 
 def _array_of(path: str, leaf: PyTree) -> jax.Array | np.ndarray:
@@ -277,7 +275,7 @@ def _difference(a: np.ndarray, b: np.ndarray, rtol: float, atol: float) -> float
 
 def _describe(index: tuple[slice, ...]) -> str:
     parts = [":" if s == slice(None) else f"{s.start or 0}:{s.stop}" for s in index]
-    return f"[{', '.join(parts)}]" if parts else ""
+    return f"[{', '.join(parts)}]" if {*parts} - {":"} else ""
 
 
 def _join(places: list[str]) -> str:

@@ -19,7 +19,7 @@ from torch_shard._common.caller import error_prefix, public
 from torch_shard._common.convert import Static
 from torch_shard._common.random import Key, fold_axes, wrap_seed
 from torch_shard._common.types import Device, PyTree
-from torch_shard._common.validate import check_kind
+from torch_shard._common.validate import MAX_SEED, check_kind, is_integer
 from torch_shard._interop import PerClosure, Pure, adapt, call_jax, pure_of
 from torch_shard._sharding import as_devices
 from torch_shard._spmd.maps import names_of
@@ -75,8 +75,8 @@ def _check_thru(leaf: ArrayLike, num_devices: int) -> str | None:
 
 
 def _check_rng(leaf: ArrayLike, num_devices: int) -> str | None:
-    if isinstance(leaf, int | np.integer) and not isinstance(leaf, bool):
-        return None if 0 <= leaf < 2**32 else f"is the seed {leaf}: give one from 0 to 2**32 - 1"
+    if is_integer(leaf):
+        return None if 0 <= leaf <= MAX_SEED else f"is the seed {leaf}: give one from 0 to 2**32 - 1"
     if is_typed_key(leaf):
         is_key = np.shape(leaf) == () and jax.random.key_impl(leaf) == "threefry2x32"
     else:
@@ -160,7 +160,11 @@ class ArgKinds:
 def _faults(name: str, kind: ArgKind, value: PyTree, num_devices: int) -> Iterator[str]:
     """Faults of an argument of this kind."""
     if kind is STATIC:
-        yield from _static_faults(name, value)
+        # JAX takes what is not hashable, and a list that has changed would still be equal to itself.
+        if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value)):
+            yield f'{name} is "static", and holds a tensor: programs are made for the values of static arguments'
+        elif not _is_hashable(value):
+            yield f'{name} is "static", and a {type(value).__name__} is not hashable: pass a tuple, a string, a number'
         return
     leaves = jax.tree_util.tree_leaves_with_path(value)
     if kind.needs_leaves and not leaves:
@@ -177,15 +181,12 @@ def _faults(name: str, kind: ArgKind, value: PyTree, num_devices: int) -> Iterat
             yield f"{where} {fault}"
 
 
-def _static_faults(name: str, value: object) -> Iterator[str]:
-    """JAX takes what is not hashable, and a list that has changed would still be equal to itself."""
-    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value)):
-        yield f'{name} is "static", and holds a tensor: programs are made for the values of static arguments'
-        return
+def _is_hashable(value: object) -> bool:
     try:
         hash(value)
     except TypeError:
-        yield f'{name} is "static", and a {type(value).__name__} is not hashable: pass a tuple, a string, a number'
+        return False
+    return True
 
 
 def is_typed_key(leaf: object) -> bool:
@@ -271,7 +272,7 @@ def _prepare(kind: ArgKind, value: PyTree) -> PyTree:
 
 
 def _words(key: PyTree) -> jax.Array:
-    if isinstance(key, int | np.integer):
+    if is_integer(key):
         key = jax.random.key(int(key), impl="threefry2x32")
     return jax.random.key_data(key) if is_typed_key(key) else key
 
