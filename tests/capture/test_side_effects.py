@@ -392,3 +392,21 @@ def test_caches_that_a_capture_filled_serve_the_next() -> None:
     tables.cache_clear()
     for scale, out in zip((1.0, 2.0, 3.0), found, strict=True):
         torch.testing.assert_close(out, fn(x, scale))
+
+
+class Remembers(nn.Module):
+    """What it has seen last, in an object of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = types.SimpleNamespace(last=None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.last = x
+        return x
+
+
+def test_objects_of_the_last_of_many_modules_are_looked_after() -> None:
+    model = nn.Sequential(*(Remembers() for _ in range(600)), nn.Linear(2, 2))
+    ts.jax_jit(model)(torch.ones(2, 2))
+    assert {type(module.seen.last) for module in model[:-1]} == {type(None)}

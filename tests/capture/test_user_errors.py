@@ -98,3 +98,17 @@ def test_products_of_two_dtypes_are_refused_as_in_eager_torch(name: str) -> None
     with pytest.raises(RuntimeError, match="must be given tensors of one dtype") as error:
         ts.jax_jit(fn)(*given)
     assert f'File "{__file__}"' in str(error.value)
+
+
+def test_a_default_dtype_that_changes_within_is_refused() -> None:
+    """A graph that is replayed with the other default would round otherwise than eager torch."""
+
+    def third(x: torch.Tensor) -> torch.Tensor:
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            return x + torch.full((4,), 1.0) / 3
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    with pytest.raises(NotImplementedError, match=r"(?s)in third: return x .*the default dtype is torch.bfloat16"):
+        ts.jax_jit(third)(torch.ones(4))

@@ -86,11 +86,7 @@ INTERNALS = (
     Internals("torch.zeros(1, requires_grad=True).exp().grad_fn", "_sequence_nr", _BACKWARD),
     Internals("torch._C", "_current_graph_task_id", _BACKWARD),
     Internals("torch._C.TensorBase", "grad_fn", _BACKWARD),
-    Internals(
-        "torch._C._autograd",
-        "_pop_saved_tensors_default_hooks _push_saved_tensors_default_hooks _top_saved_tensors_default_hooks",
-        _BACKWARD,
-    ),
+    Internals("torch._C._autograd", "_top_saved_tensors_default_hooks", _BACKWARD),
     Internals(
         "torch._C._acc", "register_python_privateuseone_device_guard register_python_privateuseone_hook", _DEVICE
     ),

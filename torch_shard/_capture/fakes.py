@@ -36,7 +36,7 @@ aten = torch.ops.aten
 
 _LOCK = threading.RLock()  # PyTorch's tracer keeps global state
 
-_MODES: list[FakeTensorMode] = []  # of the captures under way, which may nest
+_MODES: list["_Fakes"] = []  # of the captures under way, which may nest
 
 _KNOWN = WeakIdKeyDictionary()  # values of fakes that captures have left as buffers
 
@@ -59,9 +59,12 @@ class _Fakes(FakeTensorMode):
     So what a capture has put into a cache, wherever that is, serves eager torch and later captures.
     """
 
+    default_dtype: torch.dtype
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self in _MODES or func is DEVICE_OF:
             check_one_dtype(func, args)
+            _check_default_dtype()
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         args, kwargs = torch_pytree.tree_map_only(torch.Tensor, _revive_once, (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -74,6 +77,7 @@ def fakes(explain: bool) -> Iterator[tuple[FakeTensorMode, CaptureMode]]:
 
     sizes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=True)
     mode = _Fakes(allow_non_fake_inputs=True, shape_env=sizes, static_shapes=True)
+    mode.default_dtype = torch.get_default_dtype()
     part = functools.partial
     capture_mode = CaptureMode(
         part(_is_of_capture, mode),
@@ -326,6 +330,16 @@ _PRODUCTS = frozenset(
     {aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.linear.default}
     | {aten.addmm.default, aten.baddbmm.default, aten.addmv.default, aten.convolution.default}
 )
+
+
+def _check_default_dtype() -> None:
+    """Refuse another default dtype than that of the function around: the graph is replayed, and lowered, with one."""
+    if _MODES and (now := torch.get_default_dtype()) is not (first := _MODES[0].default_dtype):
+        raise NotImplementedError(
+            f"{current_user_line()}\nHere the default dtype is {now}, and where the captured function began it was "
+            f"{first}. A graph of operators has one for all: leave torch.set_default_dtype out of it, and give tensors "
+            "their dtype, as in torch.full(..., dtype=...)."
+        )
 
 
 def check_one_dtype(func: Operator, args: PyTree) -> None:

@@ -99,6 +99,7 @@ class SideEffects:
 
     def __init__(self) -> None:
         self._before: dict[int, _Noted] = {}
+        self._room = _MOST  # for other objects that hang on one module
 
     def note(self, modules: Iterable[tuple[str, nn.Module]], *, entries: bool) -> None:
         """Remember the present attributes of modules, given with their names, unless that was done before.
@@ -150,6 +151,7 @@ class SideEffects:
     def _note(self, path: str, owner: object, skipped: tuple[str, ...], depth: int) -> None:
         if id(owner) in self._before:
             return
+        self._room = _MOST if isinstance(owner, nn.Module) else self._room - 1
         values = dict(vars(owner))
         contents: dict[str, object] = {n: contents_of(v) for n, v in values.items() if type(v) in _CONTAINERS}
         whole = isinstance(owner, nn.Module) or is_record(owner)
@@ -160,7 +162,7 @@ class SideEffects:
 
     def _look_into(self, path: str, value: object, depth: int) -> None:
         """Remember the objects of the user's classes in a value."""
-        if depth < 0 or len(self._before) > _MOST:
+        if depth < 0 or not self._room:
             return
         if isinstance(value, functools.partial):
             value = (value.func, *value.args, value.keywords)

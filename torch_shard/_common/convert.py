@@ -84,11 +84,11 @@ def narrow(array: np.ndarray, *, rounds: bool = False) -> np.ndarray:
         narrowed = array.astype(target)
     fits = np.isfinite(narrowed) == np.isfinite(array) if is_inexact else narrowed == array
     if not np.all(fits):
-        finite = array[np.isfinite(array)]
+        finite, article = array[np.isfinite(array)], "An" if array.dtype.kind == "i" else "A"
         raise OverflowError(
-            f"An {array.dtype} array of shape {array.shape} has values from {finite.min()} to {finite.max()}, which do "
-            f"not fit {target}, and JAX has 64 bits switched off. jax.config.update('jax_enable_x64', True) at the "
-            "start of the program keeps them."
+            f"{article} {array.dtype} array of shape {array.shape} has values from {finite.min()} to {finite.max()}, "
+            f"which do not fit {target}, and JAX has 64 bits switched off. "
+            "jax.config.update('jax_enable_x64', True) at the start of the program keeps them."
         )
     return narrowed
 

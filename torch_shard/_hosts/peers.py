@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import msgpack
@@ -23,9 +23,6 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from torch_shard._common.caller import caller
 from torch_shard._hosts.judge import TOGETHER, Judge, News, Status, Times, standing, waits_in
-
-if TYPE_CHECKING:
-    from torch_shard._hosts.processes import Gate
 
 _TORCH_DTYPES = {
     str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)
@@ -116,6 +113,21 @@ class PeerError(RuntimeError):
     """Another process has failed, or does not come: what this one waits for will never be."""
 
 
+class Loop(Protocol):
+    """A loop that all processes leave at the same step, by its number; see `Gate` in `processes.py`."""
+
+    number: int
+    reason: tuple[int, str] | None
+
+    def pause(self) -> int:
+        """Stand still, and say how many steps were begun."""
+        ...
+
+    def resume_until(self, at: int | None, rank: int, reason: str) -> None:
+        """Go on, up to this position."""
+        ...
+
+
 class Peers:
     """The other processes of a job, as one of them knows them.
 
@@ -143,7 +155,7 @@ class Peers:
         self.ended: dict[int, str] = {}
         self.failed = self.told = self.dying = self.saved = self.closing = False
         self.running: jax.Array | None = None
-        self.loop: Gate | None = None
+        self.loop: Loop | None = None
         self.heard = time.monotonic()
         self.exit_at: tuple[float, int] | None = None
         self._store: Any = store  # whose annotations have text alone, where it takes bytes
