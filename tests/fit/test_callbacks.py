@@ -1,5 +1,7 @@
 """Callbacks of `fit`, and schedulers that go by epoch or by a metric."""
 
+import itertools
+import types
 from pathlib import Path
 
 import optax
@@ -131,6 +133,17 @@ def test_utilization_counts_the_products_of_the_program(tmp_path):
     # of 4 rows on a device: forward and the gradient of the weight, a multiply and an add for each of its 3 entries
     assert step.programs[-1].num_flops == 2 * (4 * 3 * 2)
     assert all(r["mfu"] > 0 for r in records if "mfu" in r)
+
+
+def test_utilization_is_that_of_the_program_of_each_batch(tmp_path, monkeypatch):
+    seconds = types.SimpleNamespace(perf_counter=itertools.count().__next__)  # one for each step
+    monkeypatch.setattr("torch_shard._fit.monitors.time", seconds)
+    step, data = make(), [DATA[0].repeat(num, 1) for num in (1, 2, 1, 2)]
+    used = ts.Utilization(1.0, every=1)
+    ts.fit(step, None, data, steps=4, callbacks=[used], log=tmp_path, progress=False)
+    small, large = (program.num_flops for program in step.programs)  # in the order of their last use
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [r["mfu"] for r in records if "mfu" in r] == [large, small, large]
 
 
 def in_torch(scheduler_of, after, num_steps):

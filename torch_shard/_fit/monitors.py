@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import time
+import weakref
+from typing import Any
 
 import jax
 
@@ -90,8 +93,9 @@ class Utilization(Callback):
         if not peak_flops > 0:
             raise ValueError(f"{caller()}: peak_flops must be positive, got {peak_flops!r}.")
         self._peak, self._every = peak_flops, every
-        self._since: tuple[int, float] | None = None
-        self._flops = 0.0
+        self._since: float | None = None
+        self._taken: collections.Counter[Any] = collections.Counter()  # steps since
+        self._flops: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()  # of one step
 
     def on_step(self, run: Run) -> None:
         """Log it when it is due.
@@ -99,13 +103,14 @@ class Utilization(Callback):
         Args:
             run: The run.
         """
+        self._taken[run.step.programs[-1]] += 1  # another one for each shape of a batch
         if run.position % self._every:
             return
         jax.block_until_ready(run.metrics)
-        now = run.position, time.perf_counter()
+        now = time.perf_counter()
         if self._since is not None:
-            seconds = (now[1] - self._since[1]) / (now[0] - self._since[0])
-            self._flops = self._flops or run.step.programs[-1].num_flops
-            run.log(mfu=self._flops / seconds / self._peak)
-            now = run.position, time.perf_counter()
-        self._since = now
+            self._flops |= {program: program.num_flops for program in self._taken if program not in self._flops}
+            flops = sum(num * self._flops[program] for program, num in self._taken.items())
+            run.log(mfu=flops / (now - self._since) / self._peak)
+        self._taken.clear()
+        self._since = time.perf_counter()
