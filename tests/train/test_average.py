@@ -93,9 +93,10 @@ def test_bad_decays_are_refused(decay):
 
 
 def test_without_averages_there_are_none():
-    step = step_of(Net(), loss_fn)
-    with pytest.raises(ValueError, match="the step keeps no averages"):
-        step.export(step.init(seed=0), ema=True)
+    state = step_of(Net(), loss_fn).init(seed=0)
+    for step in (step_of(Net(), loss_fn), step_of(Net(), loss_fn, ema=DECAY)):
+        with pytest.raises(ValueError, match="the state has no averages"):
+            step.export(state, ema=True)
 
 
 @pytest.mark.parametrize(

@@ -340,7 +340,7 @@ class Training(Step):
             state: A state of this step, which shares its arrays with the result.
 
         Raises:
-            ValueError: The step keeps no averages, or the state was donated to a step.
+            ValueError: The state has no averages, or was donated to a step.
 
         Example:
             >>> import torch, torch_shard as ts
@@ -374,7 +374,7 @@ class Training(Step):
 
         Raises:
             TypeError: It is something else.
-            ValueError: It was donated to a step, or is of another model; or the step keeps no averages.
+            ValueError: It was donated to a step, or is of another model; or it has no averages.
         """
         check_kind("ema", ema, bool)
         state = self.averaged(state) if ema else state
