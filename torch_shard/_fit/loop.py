@@ -138,7 +138,7 @@ class Evaluation:
                 raise ValueError(
                     f"fit: loss_fn gives the metrics {', '.join(found[0])} of the first batch of the evaluation, and "
                     f"{', '.join(found[-1])} of batch {number}: a mean over all needs each of all. Return the same "
-                    "names for every batch (a metric that does not apply as torch.nan)."
+                    "names for every batch, or take what is of some alone from predict= and compute_metrics=."
                 )
         if not found:
             raise ValueError("fit: eval_loader has no batches. (An iterator is used up after one evaluation.)")
