@@ -97,9 +97,9 @@ def make_train_step(
             `torch.nn.utils.clip_grad_norm_` does. `metrics["grad_norm"]` is the norm before.
         clip_grad_value: Clamp each entry of the gradients to at most this, as `clip_grad_value_` does.
         ema: Keep an exponential moving average of the parameters, from their first values on: after each step
-            `ema * average + (1 - ema) * parameter`. `step.averaged(state)` and `step.export(state, ema=True)` have it. It
-            has the dtype of the parameter, as in `torch.optim.swa_utils`: of one in bfloat16, 0.99 and more hardly move
-            it. Keep such parameters in float32, with `compute_dtype=torch.bfloat16`.
+            `ema * average + (1 - ema) * parameter`. `step.averaged(state)` and `step.export(state, ema=True)` have it.
+            It has the dtype of the parameter, as in `torch.optim.swa_utils`: of one in bfloat16, 0.99 and more hardly
+            move it. Keep such parameters in float32, with `compute_dtype=torch.bfloat16`.
         moment_dtype: `torch.bfloat16` keeps moments in half the memory: `exp_avg`, `exp_avg_sq`, `mu`, `nu` and all
             else that the optimizer keeps of a parameter in its shape, but for copies of it. Updates are computed in
             float32; what is stored is rounded up or down at random, by keys of the state that no loss draws from.

@@ -98,7 +98,7 @@ class Update:
     def average(self, opt_state: PyTree) -> Mapping[str, jax.Array]:
         """The averages of the parameters, by name."""
         if not isinstance(opt_state, AverageState):
-            raise ValueError("averaged: the state has no averages. Make its step with ema=0.999, or what decay you want.")
+            raise ValueError("averaged: the state has no averages. Make its step with ema=0.999, or another decay.")
         return opt_state.ema
 
     def state_dict(self, opt_state: PyTree) -> dict[str, Any]:
