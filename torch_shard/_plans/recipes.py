@@ -219,13 +219,12 @@ def _check_heads(model: torch.nn.Module, mesh: Mesh, context: Context, tp: Axes 
     if context.mode != "heads":
         return
     axes = (*names_of(tp), context.axis)
-    counts = {name: role.heads for name, role in roles_of(model).items() if role.heads and role.side == "column"}
-    if odd := {name: num for name, num in counts.items() if num % size_of(axes, mesh)}:
-        name, num = next(iter(odd.items()))
-        raise ValueError(
-            f'{caller()}: context_mode="heads" gives each device whole heads, and {num} heads of {name} are not a '
-            f'multiple of {with_sizes(axes, mesh)}. Use a smaller axis, or context_mode="gather".'
-        )
+    for name, role in roles_of(model).items():
+        if role.side == "column" and role.heads % size_of(axes, mesh):
+            raise ValueError(
+                f'{caller()}: context_mode="heads" gives each device whole heads, and {role.heads} heads of {name} are '
+                f'not a multiple of {with_sizes(axes, mesh)}. Use a smaller axis, or context_mode="gather".'
+            )
 
 
 def _tell_of_experts(model: torch.nn.Module) -> None:
@@ -334,8 +333,9 @@ def _check(
     check_kind("strict", strict, bool)
     if not isinstance(pad_vocab, bool) and pad_vocab != "auto":
         raise ValueError(f'{caller()}: pad_vocab must be True, False or "auto", got {pad_vocab!r}.')
-    if missing := [argument for argument, given in axes.items() if cast(object, given) is None]:
-        raise TypeError(f"{caller()}: {missing[0]} must be the name of an axis, or a tuple of some, got None.")
+    for argument, given in axes.items():
+        if cast(object, given) is None:
+            raise TypeError(f"{caller()}: {argument} must be the name of an axis, or a tuple of some, got None.")
     check_axes(check_mesh(mesh), **axes)
     return model
 
