@@ -68,11 +68,6 @@ class Rules:
             if not any(is_within(name, owner) for owner in self.plans) and (plan := _plan_of(module, kind)):
                 self.plans[name] = plan
 
-    @property
-    def all(self) -> list[Rule]:
-        """The rules, whatever they match."""
-        return [Rule(style, key) for plan in self.plans.values() for key, style in plan.items()]
-
     def of_module(self, name: str) -> Rule | None:
         """The rule of a module."""
         return next(self._of(name, slice(1)), None)
@@ -238,10 +233,11 @@ def _find_faults(argument: str, rules: Mapping[str, Rules]) -> list[str]:
     """What cannot be read of a plan."""
     styles, recipe = FSDP_STYLES if argument == "fsdp" else STYLES, "expert" if argument == "ep" else argument
     faults = [
-        f'{argument}_plan["{rule.key}"] is "{rule.style}", which is none of its styles: {", ".join(styles)}. '
+        f'{argument}_plan["{key}"] is "{style}", which is none of its styles: {", ".join(styles)}. '
         f"Change it in model.{argument}_plan, or pass {argument}=None."
-        for rule in rules[argument].all
-        if rule.style not in styles
+        for plan in rules[argument].plans.values()
+        for key, style in plan.items()
+        if style not in styles
     ]
     if not rules[argument].plans and (argument != "fsdp" or not rules["tp"].plans):
         faults.append(
