@@ -28,7 +28,7 @@ from torch_shard._plans.decisions import (
     warn,
     with_sizes,
 )
-from torch_shard._plans.roles import Role, experts_of, layers_of, roles_of, tables_of
+from torch_shard._plans.roles import Role, experts_of, roles_of, tables_of
 from torch_shard._plans.sequence import sequence_constraints
 from torch_shard._sharding import (
     Context,
@@ -229,7 +229,7 @@ def _check_heads(model: torch.nn.Module, mesh: Mesh, context: Context, tp: Axes 
 
 def _tell_of_experts(model: torch.nn.Module) -> None:
     """Say that there is a better recipe for experts than splitting the features of each."""
-    found = [path for path, layer in layers_of(model) if experts_of(layer)]
+    found = [path for path, layer in model.named_modules() if experts_of(layer)]
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         warn(
@@ -283,7 +283,7 @@ def expert(
     model = _check(model, mesh, strict, pad_vocab, ep=ep)
     check_axes(mesh, fsdp=fsdp, tp=tp)
     _check_sequence(sequence, tp)
-    if not any(experts_of(layer) for _, layer in layers_of(model)):
+    if not any(map(experts_of, model.modules())):
         raise ValueError(
             f"{caller()}: no entry of {type(model).__name__} holds several experts along its first dim, as the 3-D "
             "parameters of transformers' MoE layers do. Experts that are modules of their own are split by plans.tp."
@@ -360,7 +360,7 @@ def _decide(
 ) -> dict[str, Decision]:
     """What these axes do with each entry."""
     roles = {} if tp is None else roles_of(model)
-    experts = {id(p) for _, layer in layers_of(model) for p in experts_of(layer).values()} if ep else set[int]()
+    experts = {id(p) for layer in model.modules() for p in experts_of(layer).values()} if ep else set[int]()
     tables, split = tables_of(model), dict[str, Decision]()
     for name, entry in model.named_parameters(remove_duplicate=False):
         if ep and id(entry) in experts:
