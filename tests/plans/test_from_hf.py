@@ -205,7 +205,7 @@ def test_names_are_looked_up_as_transformers_does():
     plan = {"layers.*.linear": "a", "layers.*.linear.bias": "b", "w1": "c", "blocks.*.0.up": "d", "deep.*": "e"}
     model = nn.Module()
     model.tp_plan = plan
-    rules = Rules.of(model, "tp_plan")
+    rules = Rules(model, "tp_plan")
     names = ["layers.0.linear.weight", "layers.11.linear.bias", "w1", "w1.weight", "w2.weight", "blocks.3.0.up.weight"]
     for name in [*names, "deep.3", "deep.3.weight", "deep.3.4.weight", "0.linear.weight", "layers.linear.weight"]:
         found = rules.of_parameter(name)

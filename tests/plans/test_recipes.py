@@ -188,6 +188,14 @@ def test_a_vocabulary_is_padded_where_more_rows_are_spared_than_added(
         assert recipe(model, mesh) == recipe(model, mesh, pad_vocab="auto")
 
 
+def test_a_layer_of_experts_may_hold_a_scalar() -> None:
+    experts = Experts(transposed=False)
+    experts.scale = nn.Parameter(torch.ones(()))
+    plan = ts.plans.expert(experts, ts.make_mesh(batch=2, model=2), tp="model")
+    assert plan.rules["gate_up_proj"][0] == "model"
+    assert plan.rules["scale"] == P()
+
+
 def test_experts_and_what_is_fully_sharded_may_share_an_axis() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     model.experts = Experts(transposed=False)

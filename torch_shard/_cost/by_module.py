@@ -73,8 +73,9 @@ class ModulePaths:
         found: dict[str, ModuleCost] = {}
         for cost in costs:
             path = self.find(cost.label)
-            own = why("" if path == LOSS else path) if path not in found else ()
-            found.setdefault(path, ModuleCost(path, constrained=own)).add(cost)
+            if path not in found:
+                found[path] = ModuleCost(path, constrained=why("" if path == LOSS else path))
+            found[path].add(cost)
         return list(found.values())
 
 

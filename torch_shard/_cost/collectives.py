@@ -108,7 +108,7 @@ def axes_of_group(group: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
     groups = members_of(group)
     if not groups or math.prod(sizes.values()) <= max(map(max, groups)):
         return tuple(axis for axis, size in sizes.items() if size > 1)
-    places = [np.stack(np.unravel_index(ids, tuple(sizes.values()))) for ids in groups]
+    places = [np.unravel_index(ids, tuple(sizes.values())) for ids in groups]
     return tuple(axis for at, axis in enumerate(sizes) if any(len(set(place[at].tolist())) > 1 for place in places))
 
 

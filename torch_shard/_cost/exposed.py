@@ -7,7 +7,7 @@ on; one that is not apart, or not done when its result is needed, is waited for.
 
 import collections
 import dataclasses
-import functools
+from collections.abc import Iterator
 
 from jax.sharding import Mesh
 
@@ -15,8 +15,6 @@ from torch_shard._cost.chips import Links
 from torch_shard._cost.collectives import axes_of_group, group_of, identity, members_of, travelling
 from torch_shard._cost.hlo import Hlo, Instruction
 from torch_shard._cost.total import Walk
-
-_ONE_BY_ONE = ("-done", "-update")
 
 
 def exposed_by_axis(text: str, mesh: Mesh) -> dict[str, int] | None:
@@ -71,12 +69,11 @@ class _Clock:
 class _Schedule:
     def __init__(self, hlo: Hlo, links: Links) -> None:
         self.hlo, self._links, self._walk = hlo, links, Walk(hlo, links.chip)
-        self._cycles_per_byte = functools.cache(self._find_cycles_per_byte)
 
     def run(self, computation: str, around: frozenset[str] = frozenset()) -> _Clock:
         """Follow a computation, through which some chains pass that began before it and end behind it."""
         clock, instructions = _Clock(around=around), self.hlo.computations[computation]
-        last = {chain: i for i, instr in enumerate(instructions) for chain, _ in self._travels(instr)}
+        last = {chain: i for i, instr in enumerate(instructions) for chain, *_ in self._travels(instr)}
         for number, instruction in enumerate(instructions):
             self._step(clock, instruction, number, last)
         for name in list(clock.ends):
@@ -92,31 +89,29 @@ class _Schedule:
                 for group, cycles in passed.waited.items():
                     clock.waited[group] += times * cycles
             return
-        if op.endswith(_ONE_BY_ONE):
-            if op.endswith("-done"):
-                clock.wait(next(iter(instruction.operands), ""))
+        if op.endswith("-done"):
+            clock.wait(instruction.operands[0])
+        if op.endswith(("-done", "-update")):
             return
         travels = [travel for travel in self._travels(instruction) if travel[0] not in clock.around]
-        for chain, moved in travels:
+        for chain, group, cycles in travels:
             if chain not in clock.ends:
-                clock.start(chain, *moved)
+                clock.start(chain, group, cycles)
         clock.now += self._walk.cycles(instruction) or 0
         if not op.endswith("-start"):
-            for chain, _ in travels:
+            for chain, *_ in travels:
                 if last[chain] == number:
                     clock.wait(chain)
 
-    def _travels(self, instruction: Instruction) -> list[tuple[str, tuple[str, float]]]:
+    def _travels(self, instruction: Instruction) -> Iterator[tuple[str, str, float]]:
         """What goes over the wire: a name, by which its end is known, its group of devices, and cycles."""
-        found = list[tuple[str, tuple[str, float]]]()
         for inner, moved in travelling(self.hlo, instruction):
             key, group = identity(inner), group_of(inner)
             # of a part of a chain, the name of the chain; else that of the instruction in the schedule
             name = ":".join(map(str, key)) if "chain" in key else instruction.name
-            found.append((name, (group, moved.num_bytes * self._cycles_per_byte(group))))
-        return found
+            yield name, group, moved.num_bytes * self._cycles_per_byte(group)
 
-    def _find_cycles_per_byte(self, group: str) -> float:
+    def _cycles_per_byte(self, group: str) -> float:
         """Of what a device of a group receives."""
         is_pairs = group.startswith("source_target_pairs")
         rate = self._links.rate_of_pairs if is_pairs else self._links.rate

@@ -71,9 +71,11 @@ class Array:
 
 def arrays_of(text: str) -> list[Array]:
     """The arrays of a type, which may be a tuple."""
-    found = _ARRAY.findall(text)
-    sizes = (tuple(int(d.lstrip("<=")) for d in dims.split(",") if d) for _, dims, _ in found)
-    return [Array(dtype, shape, layout) for (dtype, _, layout), shape in zip(found, sizes, strict=True)]
+    return [Array(dtype, _shape(dims), layout) for dtype, dims, layout in _ARRAY.findall(text)]
+
+
+def _shape(dims: str) -> tuple[int, ...]:
+    return tuple(int(size.lstrip("<=")) for size in dims.split(",") if size)
 
 
 @dataclasses.dataclass(eq=False)
@@ -177,9 +179,9 @@ class Hlo:
         """How often the body of a loop runs, or is expected to."""
         if (known := loop.find(r'known_trip_count":\{"n":"(\d+)"')) is not None:
             return int(known)
-        condition = self.computations.get(loop.find(r"condition=%?([\w.\-]+)") or "", [])
-        if (expected := expected_trips(loop.find(r'op_name="([^"]*)"') or "")) is not None:
+        if (expected := expected_trips(loop.label)) is not None:
             return expected
+        condition = self.computations.get(loop.find(r"condition=%?([\w.\-]+)") or "", [])
         limits = [i.operands[0] for i in condition if i.op == "constant" and i.operands and i.operands[0].isdecimal()]
         return max(map(int, limits), default=1)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -188,13 +188,16 @@ class Preview(InNotebooks):
                 split.
         """
         found = self.collectives
+        numbers = {
+            "all-gather": all_gathers,
+            "all-reduce": all_reduces,
+            "reduce-scatter": reduce_scatters,
+            "all-to-all": all_to_alls,
+        }
         budgets = [
             ("bytes of memory", memory, self.memory.peak, None),
             ("bytes of collectives", collective_bytes, self.collective_bytes, _by_received),
-            ("all-gathers", all_gathers, found["all-gather"], _by_kind("all-gather")),
-            ("all-reduces", all_reduces, found["all-reduce"], _by_kind("all-reduce")),
-            ("reduce-scatters", reduce_scatters, found["reduce-scatter"], _by_kind("reduce-scatter")),
-            ("all-to-alls", all_to_alls, found["all-to-all"], _by_kind("all-to-all")),
+            *((f"{kind}s", most, found[kind], _by_kind(kind)) for kind, most in numbers.items()),
             ("cycles", cycles, self.cycles, _by_cycles),
             ("cycles of communication that is waited for", exposed, self.exposed or 0, _by_received),
             ("bytes between slices", between_slices, self.between_slices or 0, None),
@@ -223,9 +226,13 @@ class Preview(InNotebooks):
     def __rich__(self) -> Group:
         parts = [self._memory_table()]
         if self.compiled is not None:
-            parts += [self._collectives_table(), self._modules_table(), self._widest_table()]
+            values = [(what, _size(size), path) for size, what, path in self.widest]
+            parts += [self._collectives_table(), self._modules_table()]
+            parts.append(_table("The largest values", "value", "size", "module", rows=values))
         if self.replicated:
-            parts.append(self._replicated_table())
+            title = "Whole on each device, though the mesh could split them"
+            values = [(name, _size(size)) for name, size in self.replicated[:_WIDEST]]
+            parts.append(_table(title, "parameter", "size", rows=values))
         return Group(*parts, *(Text(note) for note in self.notes))
 
     def __str__(self) -> str:
@@ -241,7 +248,7 @@ class Preview(InNotebooks):
         table.add_row("peak", f"{_size(self.memory.peak)}{room}")
         if self.memory.host:
             seconds = "" if self.host_seconds is None else f", {self.host_seconds:.2f} s at the speed of the link"
-            table.add_row("in the host's memory", f"{_size(self.memory.host)}")
+            table.add_row("in the host's memory", _size(self.memory.host))
             table.caption = f"{_size(self.host_bytes)} go to the host and come back in a step{seconds}"
         table.caption = self.refused or table.caption
         return table
@@ -282,20 +289,8 @@ class Preview(InNotebooks):
             cycles = [f"{module.cycles / 1e6:.1f}"] if has_cycles else []
             numbers = f"{module.flops / 1e9:.1f}", _size(module.memory_bytes), _size(module.received_bytes)
             table.add_row(module.path, *cycles, *numbers, kinds, "; ".join(module.constrained if kinds else ()))
-        if more := len(ordered) - _SHOWN:
-            table.caption = f"and {more} more" if more > 0 else None
-        return table
-
-    def _widest_table(self) -> Table:
-        table = _table("The largest values", "value", "size", "module")
-        for size, what, path in self.widest:
-            table.add_row(what, _size(size), path)
-        return table
-
-    def _replicated_table(self) -> Table:
-        table = _table("Whole on each device, though the mesh could split them", "parameter", "size")
-        for name, size in self.replicated[:_WIDEST]:
-            table.add_row(name, _size(size))
+        if len(ordered) > _SHOWN:
+            table.caption = f"and {len(ordered) - _SHOWN} more"
         return table
 
 
@@ -386,11 +381,13 @@ def _widest(costs: Iterable[Cost], modules: ModulePaths) -> list[tuple[int, str,
     return [(size, what, path) for (what, path), size in ordered]
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(title: str, *columns: str, rows: Iterable[Sequence[str]] = ()) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
     for column in columns:
         is_text = column in ("part", "kind", "module", "collectives", "value", "parameter", "constrained")
         table.add_column(column, justify="left" if is_text else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

@@ -30,7 +30,6 @@ class Cost:
 
     Attributes:
         label: The names of JAX's scopes around it.
-        op: The operation.
         times: How often it runs.
         cycles: Of all its runs together, by the compiler; None where it does not say. So are the following.
         flops: Of products.
@@ -43,7 +42,6 @@ class Cost:
     """
 
     label: str
-    op: str
     times: float
     cycles: int | None = None
     flops: float = 0.0
@@ -92,7 +90,7 @@ class Walk:
             if instruction.kind in KINDS:
                 continue
             if (num_bytes := between_slices(instruction)) or instruction.op in ("send", "recv"):
-                yield Cost(self.hlo.label(instruction), instruction.op, times, between_slices=num_bytes * times)
+                yield Cost(self.hlo.label(instruction), times, between_slices=num_bytes * times)
             elif instruction.op != "custom-call" or is_kernel(instruction):
                 yield self._own(instruction, times)
 
@@ -102,10 +100,9 @@ class Walk:
         largest = max(results, key=lambda array: array.num_bytes, default=None)
         return Cost(
             self.hlo.label(instruction),
-            instruction.op,
             times,
             cycles=None if cycles is None else int(cycles * times),
-            flops=self._total(instruction, lambda inner: flops_of(self.hlo, inner)) * times,
+            flops=self._flops(instruction) * times,
             memory_bytes=self._traffic.of(instruction) * times,
             largest=(0.0, "") if largest is None else (largest.num_bytes, f"{largest.dtype}{list(largest.shape)}"),
             host_bytes=_host_bytes(instruction) * times,
@@ -118,14 +115,16 @@ class Walk:
         If the chip is known, of a kernel by what it does; and so of all, where code was not generated yet.
         """
         chip = self._chip
-        if chip is None or chip.clock is None:
-            return int(self._total(instruction, _cycles)) or None
-        if is_kernel(instruction):
-            return int(kernel_cycles(instruction, self._traffic.of(instruction), chip))
-        if self._is_estimated or instruction.op in STARTS or instruction.kind in KINDS:
-            return int(self._total(instruction, _cycles)) or None
-        flops = self._total(instruction, lambda inner: flops_of(self.hlo, inner))
-        return int(chip.clock * max(flops / chip.flops, self._traffic.of(instruction) / chip.bandwidth)) or None
+        if chip is not None and chip.clock is not None:
+            if is_kernel(instruction):
+                return int(kernel_cycles(instruction, self._traffic.of(instruction), chip))
+            if not (self._is_estimated or instruction.op in STARTS or instruction.kind in KINDS):
+                seconds = max(self._flops(instruction) / chip.flops, self._traffic.of(instruction) / chip.bandwidth)
+                return int(chip.clock * seconds) or None
+        return int(self._total(instruction, _cycles)) or None
+
+    def _flops(self, instruction: Instruction) -> float:
+        return self._total(instruction, lambda inner: flops_of(self.hlo, inner))
 
     def _total(self, instruction: Instruction, own: Callable[[Instruction], float | None]) -> float:
         """Of an instruction that has none of its own, what all have that are fused into it."""
@@ -140,7 +139,7 @@ class Walk:
                 self._seen.add(key)
                 label = self.hlo.label(instruction)
                 own = "" if inner is instruction else inner.label
-                yield Cost(own or label, inner.op, times, collective=moved)
+                yield Cost(own or label, times, collective=moved)
 
 
 def _host_bytes(instruction: Instruction) -> float:

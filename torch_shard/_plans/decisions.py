@@ -261,15 +261,15 @@ def plan_of(
             remedy = "Choose sizes or a mesh that divide, or strict=False, which keeps such entries whole."
             raise ValueError(listed(f"{head} {remedy}", lines))
         warn(listed(head, lines))
-    rules: dict[str | re.Pattern[str], PartitionSpec] = {}
-    reasons: dict[str | re.Pattern[str], str] = {}
     said = with_globs({n: (d.spec, d.say(entries[n])) for n, d in decisions.items()}, entries)
-    for key, (spec, reason) in said.items():
-        rules[key], reasons[key] = spec, reason
+    rules = {key: spec for key, (spec, _) in said.items()}
+    reasons: dict[str | re.Pattern[str], str] = {key: reason for key, (_, reason) in said.items()}
     names = collections.Counter(map(id, entries.values()))  # a tie has several, and no pieces
-    tied = {n for n, entry in entries.items() if names[id(entry)] > 1}
-    made = {n: d.form for n, d in decisions.items() if d.form is not None}
-    forms = {n: form for n, form in made.items() if n not in tied or isinstance(form, Padded)}
+    forms = {
+        n: d.form
+        for n, d in decisions.items()
+        if isinstance(d.form, Padded) or (d.form is not None and names[id(entries[n])] == 1)
+    }
     stored = with_globs(forms, entries)
     return ShardingPlan(rules, reasons=reasons, activations=dict(activations or {}), stored=stored, context=context)
 

@@ -66,7 +66,7 @@ def from_accelerate(
     sizes = {axis: size for axis, size in _sizes(parallelism_config).items() if size > 1}
     mesh = make_mesh(devices, topology=topology, **(sizes or {_only_axis(): -1}))
     stored = tuple(axis for axis in ("dp_shard", "cp", "sp") if axis in mesh.shape)
-    if "tp" in mesh.shape and not Rules.of(model, "tp_plan").all:
+    if "tp" in mesh.shape and not Rules(model, "tp_plan").plans:
         raise ValueError(
             f"{caller()}: tp_size={mesh.shape['tp']}, and {type(model).__name__} has no tp_plan, as models of "
             "transformers have one. Use tp_size=1, or make_mesh and a recipe: ts.plans.fsdp_tp(model, mesh)."
@@ -119,7 +119,7 @@ def _sizes(config: object) -> dict[str, int]:
         given: object = getattr(config, f"{axis}_size", None)
         text = os.environ.get(variable, "1")
         found[axis] = given if given is not None else int(text) if text.strip().isdecimal() else text
-    sizes = {axis: size for axis, size in found.items() if isinstance(size, int) and is_integer(size) and size > 0}
+    sizes = {axis: size for axis, size in found.items() if is_integer(size) and size > 0}
     faults = [f"{axis}_size must be a positive integer, got {found[axis]!r}." for axis in AXES if axis not in sizes]
     if sizes.get("cp", 1) > 1 and sizes.get("sp", 1) > 1:
         faults.append(f"cp_size={sizes['cp']} and sp_size={sizes['sp']} both split the sequence. Choose one.")

@@ -55,32 +55,18 @@ class Rule:
 
 
 class Rules:
-    """One plan of a model, or of the models in a wrapper."""
+    """One plan of a model, or of the models in a wrapper: those of the outermost modules that have some.
 
-    def __init__(self, plans: Mapping[str, Mapping[str, str]]) -> None:
-        self.plans = plans
+    Args:
+        model: A `PreTrainedModel`, or a module that holds some.
+        kind: `"tp_plan"`, `"ep_plan"` or `"fsdp_plan"`.
+    """
 
-    @classmethod
-    def of(cls, model: nn.Module, kind: str) -> Rules:
-        """Those of the outermost modules that have some.
-
-        Args:
-            model: A `PreTrainedModel`, or a module that holds some.
-            kind: `"tp_plan"`, `"ep_plan"` or `"fsdp_plan"`.
-        """
-        plans: dict[str, Mapping[str, str]] = {}
+    def __init__(self, model: nn.Module, kind: str) -> None:
+        self.plans: dict[str, Mapping[str, str]] = {}
         for name, module in model.named_modules():
-            if not any(is_within(name, owner) for owner in plans) and (plan := _plan_of(module, kind)):
-                plans[name] = plan
-        return cls(plans)
-
-    def __bool__(self) -> bool:
-        return bool(self.plans)
-
-    @property
-    def all(self) -> list[Rule]:
-        """The rules, whatever they match."""
-        return [Rule(style, key) for plan in self.plans.values() for key, style in plan.items()]
+            if not any(is_within(name, owner) for owner in self.plans) and (plan := _plan_of(module, kind)):
+                self.plans[name] = plan
 
     def of_module(self, name: str) -> Rule | None:
         """The rule of a module."""
@@ -145,37 +131,30 @@ class Style:
     def dim_of(self, parameter: str, num_dims: int) -> int | None:
         """The dim of a parameter that it splits, from 0."""
         skipped = (self.skips == "bias" and parameter == "bias") or (self.skips == "vectors" and num_dims == 1)
-        if self.dim is None or skipped or num_dims == 0:
+        if self.dim is None or skipped:
             return None
         dim = max(num_dims + self.dim, 0) if self.dim < 0 else self.dim  # of a vector, its only one
         return dim if dim < num_dims else None
 
 
-_COLUMN, _ROW = Style(-2), Style(-1, skips="bias")
-_PARTIAL = "nothing to do: no gradient is one device's part"
-_OUTPUT = "nothing to do: no output is one device's part"
-
 STYLES = {
-    "colwise": _COLUMN,
-    "colwise_gather_output": _COLUMN,
-    "colwise_rep": _COLUMN,
-    "rowwise": _ROW,
-    "rowwise_split_input": _ROW,
-    "rowwise_rep": _ROW,
+    **dict.fromkeys(("colwise", "colwise_gather_output", "colwise_rep"), Style(-2)),
+    **dict.fromkeys(("rowwise", "rowwise_split_input", "rowwise_rep"), Style(-1, skips="bias")),
     "packed_colwise": Style(-2, pieces=2),
     "packed_rowwise": Style(-1, pieces=2, skips="vectors"),
     "embedding_rowwise": Style(0),
     "embedding_colwise": Style(1),
     "grouped_gemm": Style(0),
-    "moe_tp_experts": Style(note="its parameters have rules of their own"),
-    "ep_dispatch_experts": Style(note="its parameters have rules of their own"),
-    "local_params": Style(note="its parameters have rules of their own"),
+    **dict.fromkeys(
+        ("moe_tp_experts", "ep_dispatch_experts", "local_params"), Style(note="its parameters have rules of their own")
+    ),
     "replicate": Style(note="whole"),
     "sequence_parallel": Style(note="what it takes and returns is split along the sequence"),
-    "replicated_with_grad_allreduce": Style(note=_PARTIAL),
-    "mla_kv_a_proj": Style(note=_PARTIAL),
-    "all_reduce": Style(note=_OUTPUT),
-    "moe_identity_expert": Style(note=_OUTPUT),
+    **dict.fromkeys(
+        ("replicated_with_grad_allreduce", "mla_kv_a_proj"),
+        Style(note="nothing to do: no gradient is one device's part"),
+    ),
+    **dict.fromkeys(("all_reduce", "moe_identity_expert"), Style(note="nothing to do: no output is one device's part")),
 }
 """By name; `colwise_rep` and `rowwise_rep` are older names."""
 
@@ -236,7 +215,7 @@ def from_hf(
     check_mesh(mesh)
     check_axes(mesh, tp=tp, fsdp=fsdp)
     check_axes(mesh, ep=ep)  # it may be another's
-    rules = {name: Rules.of(model, f"{name}_plan") for name in ("tp", "ep", "fsdp")}
+    rules = {name: Rules(model, f"{name}_plan") for name in ("tp", "ep", "fsdp")}
     asked = {"tp": tp, "ep": ep, "fsdp": fsdp}
     if faults := [fault for name, axes in asked.items() if axes is not None for fault in _find_faults(name, rules)]:
         raise ValueError(listed(f"{type(model).__name__} has no plan that can be read.", faults))
@@ -254,12 +233,13 @@ def _find_faults(argument: str, rules: Mapping[str, Rules]) -> list[str]:
     """What cannot be read of a plan."""
     styles, recipe = FSDP_STYLES if argument == "fsdp" else STYLES, "expert" if argument == "ep" else argument
     faults = [
-        f'{argument}_plan["{rule.key}"] is "{rule.style}", which is none of its styles: {", ".join(styles)}. '
+        f'{argument}_plan["{key}"] is "{style}", which is none of its styles: {", ".join(styles)}. '
         f"Change it in model.{argument}_plan, or pass {argument}=None."
-        for rule in rules[argument].all
-        if rule.style not in styles
+        for plan in rules[argument].plans.values()
+        for key, style in plan.items()
+        if style not in styles
     ]
-    if not rules[argument] and (argument != "fsdp" or not rules["tp"]):
+    if not rules[argument].plans and (argument != "fsdp" or not rules["tp"].plans):
         faults.append(
             f"it has no {argument}_plan. Use ts.plans.{recipe}(model, mesh), which goes by what layers are, "
             f"or pass {argument}=None."

@@ -136,9 +136,9 @@ _HEADS = ("lm_head", "embed_out", "output_projection")
 """Of layers that give a score to each token; others are known by having as many features as there are tokens."""
 
 
-def logical_names(model: nn.Module, known: Collection[str]) -> dict[str, Dims]:
+def logical_names(model: nn.Module, roles: Mapping[str, Role], known: Collection[str]) -> dict[str, Dims]:
     """The names of the dims of each parameter whose layer is known, by name."""
-    roles, found = roles_of(model), dict[str, Dims]()
+    found = dict[str, Dims]()
     for path, layer in layers_of(model):
         for own, p in layer.named_parameters(recurse=False) if LORA not in path else ():
             name = f"{path}.{own}" if path else own
@@ -240,8 +240,9 @@ def from_logical(
     read = read_rules(rules, mesh.shape)
     _check_names("names", names)
     _check_names("activations", activations)
-    entries = entries_of(model)
-    dims, faults = _names(model, names or {}, read)
+    entries, roles = entries_of(model), roles_of(model)
+    dims = logical_names(model, roles, read.names)
+    faults = _put_given(dims, names or {}, entries)
     specs = {name: _spec(f'"{name}"', dims[name], read, faults) for name in dims}
     asked = {key: _spec(f'activations "{key}"', given, read, faults) for key, given in (activations or {}).items()}
     if faults:
@@ -250,7 +251,7 @@ def from_logical(
         called = [dim for of_one in dims.values() for dim in of_one if isinstance(dim, str | tuple)]
         known = ", ".join(sorted({name for dim in called for name in names_of(dim)}))
         logger.warning("%s: no rule splits a parameter of this model. Its dims are called: %s.", caller(), known)
-    roles, split = roles_of(model), dict[str, Decision]()
+    split = dict[str, Decision]()
     for name, entry in entries.items():
         if name in specs:
             split[name] = _decide(dims[name], specs[name], entry, mesh=mesh, role=roles.get(name))
@@ -276,13 +277,11 @@ def _are_dims(dims: object) -> bool:
     return all(dim is PartitionSpec.UNCONSTRAINED or are_names(dim) for dim in each)
 
 
-def _names(
-    model: nn.Module, given: Mapping[str, Sequence[Dim]], rules: LogicalRules
-) -> tuple[dict[str, tuple[Dim, ...]], list[str]]:
-    """The names of dims of each entry that has some, and what is wrong with those of the user."""
-    entries, faults = entries_of(model), list[str]()
-    found = logical_names(model, rules.names)
-    chosen: dict[str, str] = {}
+def _put_given(
+    found: dict[str, Dims], given: Mapping[str, Sequence[Dim]], entries: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Put the user's names of dims in place of those that were found; what is wrong with them."""
+    faults, chosen = list[str](), dict[str, str]()
     for key, dims in given.items():
         matches = make_matcher(key)
         matched = [name for name in entries if matches(name)]
@@ -295,7 +294,7 @@ def _names(
                 faults.append(f'{name} {tuple(entries[name].shape)}: "{key}" has {len(dims)} names.')
             elif first == key or name == key:
                 found[name] = tuple(tuple(dim) if isinstance(dim, list) else dim for dim in dims)
-    return found, faults
+    return faults
 
 
 def _spec(where: str, dims: Sequence[Dim], rules: LogicalRules, faults: list[str]) -> PartitionSpec:

@@ -28,7 +28,7 @@ from torch_shard._plans.decisions import (
     warn,
     with_sizes,
 )
-from torch_shard._plans.roles import Role, experts_of, layers_of, roles_of, tables_of
+from torch_shard._plans.roles import Role, experts_of, roles_of, tables_of
 from torch_shard._plans.sequence import sequence_constraints
 from torch_shard._sharding import (
     Context,
@@ -219,18 +219,17 @@ def _check_heads(model: torch.nn.Module, mesh: Mesh, context: Context, tp: Axes 
     if context.mode != "heads":
         return
     axes = (*names_of(tp), context.axis)
-    counts = {name: role.heads for name, role in roles_of(model).items() if role.heads and role.side == "column"}
-    if odd := {name: num for name, num in counts.items() if num % size_of(axes, mesh)}:
-        name, num = next(iter(odd.items()))
-        raise ValueError(
-            f'{caller()}: context_mode="heads" gives each device whole heads, and {num} heads of {name} are not a '
-            f'multiple of {with_sizes(axes, mesh)}. Use a smaller axis, or context_mode="gather".'
-        )
+    for name, role in roles_of(model).items():
+        if role.side == "column" and role.heads % size_of(axes, mesh):
+            raise ValueError(
+                f'{caller()}: context_mode="heads" gives each device whole heads, and {role.heads} heads of {name} are '
+                f'not a multiple of {with_sizes(axes, mesh)}. Use a smaller axis, or context_mode="gather".'
+            )
 
 
 def _tell_of_experts(model: torch.nn.Module) -> None:
     """Say that there is a better recipe for experts than splitting the features of each."""
-    found = [path for path, layer in layers_of(model) if experts_of(layer)]
+    found = [path for path, layer in model.named_modules() if experts_of(layer)]
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         warn(
@@ -284,7 +283,7 @@ def expert(
     model = _check(model, mesh, strict, pad_vocab, ep=ep)
     check_axes(mesh, fsdp=fsdp, tp=tp)
     _check_sequence(sequence, tp)
-    if not any(experts_of(layer) for _, layer in layers_of(model)):
+    if not any(map(experts_of, model.modules())):
         raise ValueError(
             f"{caller()}: no entry of {type(model).__name__} holds several experts along its first dim, as the 3-D "
             "parameters of transformers' MoE layers do. Experts that are modules of their own are split by plans.tp."
@@ -334,8 +333,9 @@ def _check(
     check_kind("strict", strict, bool)
     if not isinstance(pad_vocab, bool) and pad_vocab != "auto":
         raise ValueError(f'{caller()}: pad_vocab must be True, False or "auto", got {pad_vocab!r}.')
-    if missing := [argument for argument, given in axes.items() if cast(object, given) is None]:
-        raise TypeError(f"{caller()}: {missing[0]} must be the name of an axis, or a tuple of some, got None.")
+    for argument, given in axes.items():
+        if cast(object, given) is None:
+            raise TypeError(f"{caller()}: {argument} must be the name of an axis, or a tuple of some, got None.")
     check_axes(check_mesh(mesh), **axes)
     return model
 
@@ -360,7 +360,7 @@ def _decide(
 ) -> dict[str, Decision]:
     """What these axes do with each entry."""
     roles = {} if tp is None else roles_of(model)
-    experts = {id(p) for _, layer in layers_of(model) for p in experts_of(layer).values()} if ep else set[int]()
+    experts = {id(p) for layer in model.modules() for p in experts_of(layer).values()} if ep else set[int]()
     tables, split = tables_of(model), dict[str, Decision]()
     for name, entry in model.named_parameters(remove_duplicate=False):
         if ep and id(entry) in experts:

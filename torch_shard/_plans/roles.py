@@ -58,7 +58,7 @@ def product_of(layer: nn.Module) -> Product | None:
         return None
     if type(layer).__name__ == "Conv1D":  # of transformers: a Linear with its weight the other way
         return Product(1, 0, weight.shape[1], weight.shape[0])
-    if isinstance(layer, nn.Linear) or hasattr(layer, "out_features"):
+    if hasattr(layer, "out_features"):
         return Product(0, 1, weight.shape[0], weight.shape[1])
     return None
 
@@ -90,7 +90,7 @@ def experts_of(layer: nn.Module) -> dict[str, torch.Tensor]:
     num = getattr(layer, "num_experts", None) or getattr(layer, "n_experts", None)
     matrices = [p for p in held.values() if p.ndim == 3]
     is_experts = bool(matrices) and ("expert" in type(layer).__name__.lower() or num == matrices[0].shape[0])
-    return {n: p for n, p in held.items() if p.shape[0] == matrices[0].shape[0]} if is_experts else {}
+    return {n: p for n, p in held.items() if p.shape[:1] == matrices[0].shape[:1]} if is_experts else {}
 
 
 def count_heads(parent: nn.Module, name: str, product: Product, length: int) -> int:
@@ -306,24 +306,20 @@ class _Reader:
         return count_heads(self._model.get_submodule(parent), name, product, length)
 
 
-def _at_inputs(products: Mapping[str, Product]) -> frozenset[str]:
+def _at_inputs(products: Mapping[str, Product]) -> set[str]:
     """Convolutions of what a model is given (pixels, patches, spectra), and one beside it that takes its result.
 
     A step runs convolutions on rows, with whole kernels. Split by channels, their biases would split the stream behind
     them by features, which each layer would have to gather.
     """
-    first, made = dict[str, Product](), set[int]()
+    first, second, made, before = set[str](), set[str](), set[int](), ""
     for path, product in products.items():
-        if product.is_kernel and product.groups == 1 and product.num_in not in made:
-            first[path] = product
+        if product.is_kernel and product.groups == 1:
+            is_behind_first = before in first and parent_of(before) == parent_of(path)
+            if product.num_in not in made:
+                first.add(path)
+            elif is_behind_first and product.num_in == products[before].num_out:
+                second.add(path)
         made.add(product.num_out)
-    pairs = [
-        pair for pair in itertools.pairwise(products) if pair[0] in first and parent_of(pair[0]) == parent_of(pair[1])
-    ]
-    second = [path for before, path in pairs if _takes(products[path], first[before])]
-    return frozenset({*first, *second})
-
-
-def _takes(convolution: Product, before: Product) -> bool:
-    """Whether it may be a convolution of what another gives."""
-    return convolution.is_kernel and convolution.groups == 1 and convolution.num_in == before.num_out
+        before = path
+    return first | second

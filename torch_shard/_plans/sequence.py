@@ -65,13 +65,9 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, block in members.items():
         if any(f"{image}.".startswith(f"{path}.") for image in images):
             continue
-        if any(is_norm(child) for child in block.children()) or _norms_within(block):
+        # parts of layers have norms too, as those of BERT
+        if any(is_norm(part) for child in block.children() for part in (child, *child.children())):
             yield path, block
-
-
-def _norms_within(block: nn.Module) -> bool:
-    """Whether parts of it have norms, as those of BERT have, and it is no list itself."""
-    return any(is_norm(part) for child in block.children() for part in child.children())
 
 
 def _places(

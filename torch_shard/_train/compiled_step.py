@@ -35,7 +35,7 @@ from torch_shard._loss import (
     own_copy,
 )
 from torch_shard._lowering import RowSplit, capture_settings
-from torch_shard._plans import experts_of, layers_of
+from torch_shard._plans import experts_of
 from torch_shard._scan import find_stages
 from torch_shard._sharding import (
     Holdings,
@@ -298,7 +298,7 @@ class CompiledStep:
         """The axes over which all mixtures of the model have their experts; none if they are not alike."""
         used = dict(self.layers.uses)
         known = {id(entry): name for name, entry in self._held.all.items()}
-        matrices = (p for _, layer in layers_of(self.model) for p in experts_of(layer).values() if p.ndim == 3)
+        matrices = (p for layer in self.model.modules() for p in experts_of(layer).values() if p.ndim == 3)
         names = [known[id(p)] for p in matrices if id(p) in known]
         found = {tuple(axes_of(tuple(used.get(name, self.plan[name].spec))[:1])) for name in names}
         return found.pop() if len(found) == 1 else ()

@@ -11,7 +11,7 @@ from torch_shard._common.caller import caller
 from torch_shard._common.types import Device, PyTree
 from torch_shard._cost import Chip, Preview, chip_of
 from torch_shard._loss import flatten_batch
-from torch_shard._plans import experts_of, layers_of
+from torch_shard._plans import experts_of
 from torch_shard._scan import LayerOptions
 from torch_shard._sharding import ResolvedPlan, axes_of, make_mesh, memory_of
 from torch_shard._train import TrainStep
@@ -86,7 +86,7 @@ class Task:
         leaves, _ = flatten_batch(self.batch)
         has_spec = self.options.get("batch_spec") is not None
         rows = [] if has_spec else sorted({np.shape(leaf)[0] for leaf in leaves if np.ndim(leaf)})
-        has_experts = any(experts_of(layer) for _, layer in layers_of(self.model))
+        has_experts = any(map(experts_of, self.model.modules()))
         loops, auto = self._loops()
         for family in families(len(self.devices), has_experts=has_experts, has_spec=has_spec):
             try:
