@@ -68,9 +68,13 @@ class Cache:
 
     def write(self, what: object, measured: Measured) -> None:
         """Keep what is known of a candidate."""
-        if (path := self._path(what)) is not None:
+        if (path := self._path(what)) is None:
+            return
+        try:
             with replacing(path) as partial:
                 partial.write_text(json.dumps(dataclasses.asdict(measured), indent=1))
+        except OSError as error:  # a full disk, say: the search goes on with what was found
+            logger.warning("tune: %s cannot be written (%s), and would be compiled again", path, error)
 
     def _path(self, what: object) -> Path | None:
         if self._directory is None:
