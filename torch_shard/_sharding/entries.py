@@ -127,18 +127,11 @@ def shared_memory(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None
 def memory_span(value: torch.Tensor | np.ndarray) -> tuple[int, int] | None:
     """Where a tensor or an array lies in the memory of the host; None if it has no element there."""
     if isinstance(value, np.ndarray):
-        size, start, width, strides = value.size, value.ctypes.data, value.itemsize, value.strides
-    elif value.device.type == "cpu" and value.layout is torch.strided:
-        width = value.element_size()
-        size, start, strides = value.numel(), value.data_ptr(), [stride * width for stride in value.stride()]
-    else:
+        return np.lib.array_utils.byte_bounds(value) if value.size else None
+    if value.device.type != "cpu" or value.layout is not torch.strided or not (value.numel() and value.data_ptr()):
         return None
-    reach = [(num - 1) * stride for num, stride in zip(value.shape, strides, strict=True)]
-    return (
-        (start + sum(min(0, r) for r in reach), start + sum(max(0, r) for r in reach) + width)
-        if size and start
-        else None
-    )
+    last = sum((num - 1) * stride for num, stride in zip(value.shape, value.stride(), strict=True))
+    return value.data_ptr(), value.data_ptr() + (last + 1) * value.element_size()
 
 
 def with_values(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
@@ -166,12 +159,7 @@ def gradient_hooks(params: Iterable[torch.Tensor]) -> tuple[tuple[int, ...], ...
 
 def refuse_hooks(module: nn.Module) -> None:
     """Refuse hooks on parameters whose places others are to take, which would lose them."""
-    hooked = [
-        name
-        for name, p in module.named_parameters()
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
-    ]
-    if hooked:
+    if hooked := [name for name, p in module.named_parameters() if gradient_hooks([p])]:
         raise NotImplementedError(
             f"{caller()}: {', '.join(hooked)} have hooks, which the tensors that take their places would lack, and the "
             "gradients would be others. Register the hooks afterwards."
@@ -254,22 +242,11 @@ def entry_places(module: nn.Module) -> list[tuple[dict[str, torch.Tensor | None]
     return [(entries, name, tensor) for entries in held for name, tensor in entries.items()]
 
 
-def mark_parameter(tensor: torch.Tensor) -> None:
-    """Let a tensor that stands for a parameter be an instance of `nn.Parameter`."""
-    tensor._is_param = True  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def place_of(module: nn.Module, name: str) -> tuple[dict[str, torch.Tensor | None], str]:
     """The dict that holds the parameter or buffer of that name, and its key there."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     return owner._parameters if leaf in owner._parameters else owner._buffers, leaf  # pyright: ignore[reportReturnType]
-
-
-def entry_of(module: nn.Module, name: str) -> torch.Tensor:
-    """The parameter or buffer of that name."""
-    held, key = place_of(module, name)
-    return held[key]  # pyright: ignore[reportReturnType]
 
 
 # What fakes and tensors of the jax device keep for themselves; the rest are marks of the user's, for optimisers say.
