@@ -143,9 +143,9 @@ class Stacks(Mapping[str, PyTree]):
         layout = sum((s.layout for s in stacks), start=Layout((), ()))
         return cls(layout, (array for s in stacks for array in s.arrays))
 
-    def part(self, layout: Layout) -> "Stacks":
-        """The entries of a layout that has some of the names."""
-        return Stacks.from_dict(self, layout)
+    def part(self, names: Iterable[str]) -> "Stacks":
+        """The entries of some of the names."""
+        return Stacks.from_dict(self, self.layout.restricted(names))
 
     def updated(self, values: Mapping[str, PyTree]) -> "Stacks":
         """With other values for those names that it has; what has none keeps its stored array."""
@@ -289,11 +289,7 @@ def _concatenate(pieces: list[jax.Array | np.ndarray]) -> jax.Array | np.ndarray
 
 def as_dicts(tree: PyTree) -> PyTree:
     """A pytree with plain dicts in place of `Stacks`."""
-
-    def as_dict(node: PyTree) -> PyTree:
-        return dict(node) if isinstance(node, Stacks) else node
-
-    return jax.tree.map(as_dict, tree, is_leaf=lambda node: isinstance(node, Stacks))
+    return _map_stacks(dict, tree)
 
 
 def keep_as(stacks: Stacks, layout: Layout, *, but_rearranged: bool = False) -> Stacks:
@@ -320,7 +316,7 @@ def keep_stacks(tree: PyTree, layout: Layout, *, but_rearranged: bool = False) -
     return _map_stacks(lambda stacks: keep_as(stacks, layout, but_rearranged=but_rearranged), tree)
 
 
-def _map_stacks(change: Callable[[Stacks], Stacks], tree: PyTree) -> PyTree:
+def _map_stacks(change: Callable[[Stacks], PyTree], tree: PyTree) -> PyTree:
     def changed(node: PyTree) -> PyTree:
         return change(node) if isinstance(node, Stacks) else node
 

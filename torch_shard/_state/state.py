@@ -224,7 +224,7 @@ class StateLayout:
         """Parameters with new values for those that the step trains."""
         if self.trained is self.params:
             return trained
-        others = params.part(self.params.restricted(name for name in self.params.names if name not in trained))
+        others = params.part(name for name in self.params.names if name not in trained)
         return Stacks.from_dict(Stacks.merged(trained, others), self.params)
 
     def start(self, held: Mapping[str, Stacks], opt_state: PyTree, seed: int) -> TrainState:
