@@ -18,7 +18,6 @@ from torch_shard._sharding.entries import (
     place_of,
     refuse_hooks,
     refuse_load_hooks,
-    replace_tensors,
     shared_memory,
     shared_storage,
     tied_names,

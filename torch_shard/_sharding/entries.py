@@ -219,11 +219,6 @@ class TensorPlaces:
         return [value for _, value in new.values()]
 
 
-def replace_tensors(module: nn.Module, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    """Put other tensors in the places of some of a module's, which is changed in place; see `TensorPlaces.replace`."""
-    return TensorPlaces(module).replace(pairs)
-
-
 def _as_kind_of(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if not isinstance(old, nn.Parameter):
         return value
@@ -259,7 +254,7 @@ _OF_TENSORS = re.compile(
 def to_meta(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
     """Leave the shape of an entry in its places; returns what is there now."""
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return replace_tensors(module, [(tensor, empty)])[0]
+    return TensorPlaces(module).replace([(tensor, empty)])[0]
 
 
 def _tensors_in(value: PyTree) -> Iterator[torch.Tensor]:
