@@ -27,11 +27,13 @@ class TpuChip:
     """One kind of TPU.
 
     Attributes:
+        title: Its kind, as JAX has it.
         memory: Bytes that a program of one device may have, by the compiler.
         shapes: Some of its topologies.
         options: What JAX is to be told, so that its devices are those that users have.
     """
 
+    title: str
     memory: int
     shapes: tuple[str, ...]
     options: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
@@ -88,11 +90,11 @@ class GpuChip:
 _GIB = 2**30
 
 TPUS = {
-    "v4": TpuChip(int(30.75 * _GIB), ("2x2x1", "4x4x4"), {"chip_config_name": "megacore"}),
-    "v5e": TpuChip(int(15.75 * _GIB), ("2x2", "2x4", "4x4", "8x8", "16x16")),
-    "v5p": TpuChip(int(95.74 * _GIB), ("2x2x1", "8x8x8", "4x8x16")),
-    "v6e": TpuChip(int(31.25 * _GIB), ("2x2", "4x4", "16x16", "16x32")),
-    "tpu7x": TpuChip(int(94.75 * _GIB), ("2x2x1", "8x8x8")),
+    "v4": TpuChip("TPU v4", int(30.75 * _GIB), ("2x2x1", "4x4x4"), {"chip_config_name": "megacore"}),
+    "v5e": TpuChip("TPU v5 lite", int(15.75 * _GIB), ("2x2", "2x4", "4x4", "8x8", "16x16")),
+    "v5p": TpuChip("TPU v5", int(95.74 * _GIB), ("2x2x1", "8x8x8", "4x8x16")),
+    "v6e": TpuChip("TPU v6 lite", int(31.25 * _GIB), ("2x2", "4x4", "16x16", "16x32")),
+    "tpu7x": TpuChip("TPU7x", int(94.75 * _GIB), ("2x2x1", "8x8x8")),
 }
 """What libtpu 0.0.42 says when a program is too large."""
 
@@ -139,10 +141,7 @@ def is_compile_only(device: object) -> bool:
 def memory_of(device: object) -> int | None:
     """Bytes that a program of one device may have; None if that is not known."""
     kind = str(getattr(device, "device_kind", ""))
-    kinds = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "tpu7x"}
-    if kind in kinds:
-        return TPUS[kinds[kind]].memory
-    return next((gpu.memory for gpu in GPUS.values() if gpu.title == kind), None)
+    return next((chip.memory for chip in (*TPUS.values(), *GPUS.values()) if chip.title == kind), None)
 
 
 def _unknown(topology: object, why: str = "") -> ValueError:
