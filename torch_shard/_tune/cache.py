@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 3
 VERSIONS = ("torch_shard", "torch", "jax", "jaxlib", "libtpu")
+"""Of these a compiled program depends."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Cache:
     """A directory of what is known, or none."""
 
     def __init__(self, directory: Path | None, about: Mapping[str, object]) -> None:
-        self._directory, self._about = directory, [FORMAT, versions(), about]
+        versions = {own.name: own.version for own in importlib.metadata.distributions() if own.name in VERSIONS}
+        self._directory, self._about = directory, [FORMAT, versions, about]
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
 
@@ -85,11 +87,6 @@ class Cache:
 def digest(value: object) -> str:
     """A name for what a value says."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def versions() -> dict[str, str]:
-    """Of what has to do with a compiled program."""
-    return {own.name: own.version for own in importlib.metadata.distributions() if own.name in VERSIONS}
 
 
 def describe_entries(model: nn.Module) -> list[object]:
