@@ -125,7 +125,8 @@ def resolve_activations(
     found: dict[Place, list[Constraint]] = {}
     for key, spec in rules.items():
         place = read_place(key)
-        faults += [f'activations rule "{key}": {fault}. {remedy}' for fault, remedy in _axis_faults(spec, mesh)]
+        of_axes = find_spec_faults(without_free(spec), (0,) * len(spec), mesh)  # those that depend on no shape
+        faults += [f'activations rule "{key}": {fault}. {remedy}' for fault, remedy in of_axes]
         matches = make_matcher(place.module)
         matched = [name for name in names if matches(name) and (name or not place.module)]  # a glob is of submodules
         faults += [] if matched else [_unmatched(key, place.module, list(names))]
@@ -160,11 +161,6 @@ def find_moving_axes(constraints: Sequence[Constraint], mesh: Mesh, rows: Collec
         for axis, at in dims.items()
         if len(at) > 1
     ]
-
-
-def _axis_faults(spec: PartitionSpec, mesh: Mesh) -> list[tuple[str, str]]:
-    """Those that do not depend on a shape."""
-    return find_spec_faults(without_free(spec), (0,) * len(spec), mesh)
 
 
 def _unmatched(key: str, pattern: str, names: Sequence[str]) -> str:

@@ -230,10 +230,6 @@ class KernelLast:
         """The shape that is kept."""
         return tuple(shape[dim] for dim in self._order(len(shape)))
 
-    def split_shape(self, shape: Shape) -> Shape:
-        """The shape that a spec splits: torch's."""
-        return shape
-
     def stored_spec(self, spec: PartitionSpec, *, ndim: int) -> PartitionSpec:
         """The spec that is kept."""
         parts = _parts(spec, ndim)
@@ -261,12 +257,12 @@ def _permuted(array: A, order: list[int]) -> A:
 Form: TypeAlias = Pieces | Padded | KernelLast
 
 
-def kernel_forms(source: object, platform: str) -> dict[str, Form]:
+def kernel_forms(model: torch.nn.Module | None, platform: str) -> dict[str, Form]:
     """The kernels of a model's convolutions, by name, in the form that devices of this platform compute with."""
     found: dict[str, Form] = {}
-    if platform != "tpu" or not isinstance(source, torch.nn.Module):
+    if platform != "tpu" or model is None:
         return found
-    for path, module in source.named_modules():
+    for path, module in model.named_modules():
         weight = module._parameters.get("weight")
         if isinstance(module, _ConvNd) and weight is not None:
             found[f"{path}.weight" if path else "weight"] = KernelLast(weight.ndim)

@@ -63,9 +63,9 @@ def make_mesh(
     sizes = _fill_in(axis_sizes, len(available))
     required = math.prod(sizes)
     if required > len(available) and topology is not None:
+        named = repr(topology) if num_slices is None else f"{topology!r} with num_slices={num_slices}"
         raise ValueError(
-            f"make_mesh: {_join(axis_sizes)} needs {required} devices, but {_named(topology, num_slices)} has "
-            f"{len(available)}. "
+            f"make_mesh: {_join(axis_sizes)} needs {required} devices, but {named} has {len(available)}. "
             "Choose sizes whose product is at most that, or a larger topology."
         )
     if required > len(available):
@@ -82,10 +82,6 @@ def make_mesh(
             f"make_mesh: {_join(axis_sizes)} takes {required} of {len(available)} devices, which JAX cannot lay out on "
             f"such a machine. Choose sizes whose product is {len(available)}, or give devices= yourself."
         ) from error
-
-
-def _named(topology: str, num_slices: int | None) -> str:
-    return repr(topology) if num_slices is None else f"{topology!r} with num_slices={num_slices}"
 
 
 def _available(devices: object, topology: str | None, num_slices: int | None) -> list[Device]:
