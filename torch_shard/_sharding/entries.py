@@ -62,19 +62,12 @@ def holdings(module: nn.Module) -> Holdings:
     )
 
 
-def _named_modules(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
-    return cast(Iterator[tuple[str, nn.Module]], module.named_modules(remove_duplicate=remove_duplicate))
-
-
 def unsaved_buffers(module: nn.Module) -> tuple[str, ...]:
     """The names of buffers that a `state_dict` leaves out under every name that they have."""
-    names: dict[int, list[tuple[str, bool]]] = {}
-    for path, owner in _named_modules(module, remove_duplicate=False):
-        for leaf, buffer in owner._buffers.items():
-            saved = leaf not in owner._non_persistent_buffers_set
-            names.setdefault(id(buffer), []).append((f"{path}.{leaf}" if path else leaf, saved))
-    found = {name for same in names.values() if not any(saved for _, saved in same) for name, _ in same}
-    return tuple(name for name, _ in module.named_buffers() if name in found)
+    saved = {
+        id(m._buffers[name]) for m in module.modules() for name in m._buffers.keys() - m._non_persistent_buffers_set
+    }
+    return tuple(name for name, buffer in module.named_buffers() if id(buffer) not in saved)
 
 
 def group_ties(values: Mapping[str, PyTree], *, by_identity: bool) -> list[list[str]]:
@@ -175,7 +168,7 @@ def refuse_load_hooks(module: nn.Module) -> None:
     """
     hooked = [
         name or type(module).__name__
-        for name, m in _named_modules(module)
+        for name, m in cast(Iterator[tuple[str, nn.Module]], module.named_modules())
         for hook in cast(dict[int, Callable[..., object]], m._load_state_dict_pre_hooks).values()
         if not getattr(hook, "hook", hook).__module__.startswith("torch.")
     ]
