@@ -15,6 +15,7 @@ from torch_shard._sharding.entries import (
     holdings,
     marked_like,
     memory_span,
+    named_tensors,
     place_of,
     refuse_hooks,
     refuse_load_hooks,

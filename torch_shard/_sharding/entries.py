@@ -84,10 +84,15 @@ def group_ties(values: Mapping[str, PyTree], *, by_identity: bool) -> list[list[
     return list(groups.values())
 
 
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, then buffers, each under all of its names."""
+    params, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    return {**dict(params), **dict(buffers)}
+
+
 def tied_names(module: nn.Module) -> set[str]:
     """The names of a module's tensors that have several."""
-    params, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-    ties = group_ties({**dict(params), **dict(buffers)}, by_identity=True)
+    ties = group_ties(named_tensors(module), by_identity=True)
     return {name for names in ties if len(names) > 1 for name in names}
 
 

@@ -26,7 +26,7 @@ from torch_shard._common.validate import check_kind
 from torch_shard._common.wrappers import unwrapped
 from torch_shard._sharding.activations import Constraint, find_type_fault, resolve_activations
 from torch_shard._sharding.context import Context
-from torch_shard._sharding.entries import group_ties
+from torch_shard._sharding.entries import group_ties, named_tensors
 from torch_shard._sharding.forms import Form, Padded, Pieces, kernel_forms
 from torch_shard._sharding.mesh import axes_of, check_mesh, describe_mesh, describe_spec, find_spec_faults
 from torch_shard._sharding.patterns import make_matcher
@@ -319,8 +319,7 @@ def _check_mapping(what: str, rules: object) -> None:
 def _read(source: object) -> dict[str, PyTree]:
     """Collect what `source` holds, by name, and refuse what has no shape."""
     if isinstance(source, torch.nn.Module):
-        values: dict[str, PyTree] = dict(source.named_parameters(remove_duplicate=False))
-        values |= dict(source.named_buffers(remove_duplicate=False))
+        values: dict[str, PyTree] = {**named_tensors(source)}
     elif isinstance(source, Mapping):
         values = dict(cast(Mapping[str, PyTree], source))
     else:

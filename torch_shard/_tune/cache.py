@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from torch_shard._common.files import replacing
+from torch_shard._sharding import named_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -91,5 +92,4 @@ def digest(value: object) -> str:
 
 def describe_entries(model: nn.Module) -> list[object]:
     """Names, shapes, dtypes, and which are trained."""
-    entries = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in entries]
+    return [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in named_tensors(model).items()]
