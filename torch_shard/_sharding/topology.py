@@ -7,12 +7,10 @@ GPUs are described by what XLA's own `xla/backends/gpu/target_config/specs` says
 # JAX has no stubs for its ahead-of-time topologies.
 # pyright: reportUnknownMemberType=false
 
-import contextlib
 import dataclasses
 import importlib.util
 import math
 import os
-from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -105,7 +103,7 @@ GPUS = {
     "b200": GpuChip(191514411008, 7672320000000, (10, 0), 148, 128, 233472, 132644864, 1.965, "NVIDIA B200"),
 }
 
-_LIBTPU = {  # or it asks a server of Google's cloud where it is, and wants to be alone on the machine
+_LIBTPU = {  # while it is loaded; or it asks a server of Google's cloud, and wants to be alone on the machine
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -163,29 +161,22 @@ def _require(module: str, extra: str, topology: str) -> None:
 def _tpus(chip: str, shape: str, num_slices: int | None) -> list[Device]:
     name, options = f"{chip}:{shape}", dict[str, Any](TPUS[chip].options)
     options |= {} if num_slices is None else {"num_slices": num_slices}
+    added: dict[str, str] = {}
     if jax.default_backend() != "tpu":  # there, libtpu is loaded and knows where it is
         _require("libtpu", "tpu", name)
+        added = {key: value for key, value in _LIBTPU.items() if key not in os.environ}
     sizes = [int(size) for size in shape.split("x")]
     if math.prod(sizes) == 1:
         options["chips_per_host_bounds"] = tuple(sizes)
-    try:
-        with _told_where():
-            found: Any = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
-    except RuntimeError as error:  # JAX's
-        raise _unknown(name, f" ({error})") from error
-    return list(found.devices)
-
-
-@contextlib.contextmanager
-def _told_where() -> Generator[None]:
-    """Let libtpu find in the environment, while it is loaded, that this machine has no TPUs."""
-    added = {} if jax.default_backend() == "tpu" else {n: v for n, v in _LIBTPU.items() if n not in os.environ}
     os.environ.update(added)
     try:
-        yield
+        found: Any = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+    except RuntimeError as error:  # JAX's
+        raise _unknown(name, f" ({error})") from error
     finally:
-        for name in added:
-            os.environ.pop(name, None)
+        for key in added:
+            os.environ.pop(key, None)
+    return list(found.devices)
 
 
 def _gpus(gpu: GpuChip, count: int) -> list[Device]:
