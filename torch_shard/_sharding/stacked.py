@@ -79,10 +79,8 @@ class Layout:
 
     def restricted(self, names: Iterable[str]) -> "Layout":
         """The layout of some of the names; a group of which one is missing falls apart."""
-        names = tuple(names)
-        return Layout.of(
-            (group for group in self.groups if set(group) <= set(names)), names, self.forms, stages=self.stages
-        )
+        names = dict.fromkeys(names)
+        return Layout.of((g for g in self.groups if names.keys() >= set(g)), names, self.forms, stages=self.stages)
 
     def axis_of(self, group: Group) -> str | None:
         """The axis over which the rows of a group are split, if they are."""
