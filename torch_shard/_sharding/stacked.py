@@ -166,7 +166,9 @@ class Stacks(Mapping[str, PyTree]):
     def kept_rows(self, names: Group) -> PyTree:
         """The same in the form in which they are kept."""
         pieces = [self._rows(number, start, stop) for number, start, stop in _runs(self.layout, names)]
-        return pieces[0] if len(pieces) == 1 else _concatenate(pieces)
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate(pieces) if isinstance(pieces[0], np.ndarray) else jnp.concatenate(pieces)
 
     def kept(self, name: str) -> PyTree:
         """An entry in the form in which it is kept."""
@@ -279,10 +281,6 @@ def _gathered_whole(values: Mapping[str, PyTree], group: Group, axis: str | None
         return stacked(group)
     rows = [values[name] for name in group]
     return stack_struct(rows, axis) if isinstance(rows[0], jax.ShapeDtypeStruct) else jnp.stack(rows)
-
-
-def _concatenate(pieces: list[jax.Array | np.ndarray]) -> jax.Array | np.ndarray:
-    return np.concatenate(pieces) if isinstance(pieces[0], np.ndarray) else jnp.concatenate(pieces)
 
 
 def as_dicts(tree: PyTree) -> PyTree:

@@ -124,7 +124,10 @@ def topology_devices(topology: object, num_slices: int | None = None) -> list[De
         if num_slices is not None:
             raise ValueError(f"{caller()}: num_slices= is for TPUs, whose slices a slow network joins.")
         _require("jax_cuda12_plugin", "cuda", f"{chip}:{shape}")
-        return _gpus(GPUS[chip], int(shape))
+        found: Any = topologies.get_topology_desc(
+            platform="cuda", topology_name="", target_config=GPUS[chip].description, topology=f"1x1x{int(shape)}"
+        )
+        return list(found.devices)
     if chip in TPUS and shape and all(size.isdecimal() and int(size) for size in shape.split("x")):
         return _tpus(chip, shape, num_slices)
     raise _unknown(topology)
@@ -176,11 +179,4 @@ def _tpus(chip: str, shape: str, num_slices: int | None) -> list[Device]:
     finally:
         for key in added:
             os.environ.pop(key, None)
-    return list(found.devices)
-
-
-def _gpus(gpu: GpuChip, count: int) -> list[Device]:
-    found: Any = topologies.get_topology_desc(
-        platform="cuda", topology_name="", target_config=gpu.description, topology=f"1x1x{count}"
-    )
     return list(found.devices)
