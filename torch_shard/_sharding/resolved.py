@@ -98,9 +98,8 @@ class ResolvedPlan(InNotebooks, Mapping[str, NamedSharding]):
 
     def __getitem__(self, name: str) -> NamedSharding:
         entry = self.entries[name]
-        if entry.kept is None or not isinstance(entry.form, Padded):
-            return entry.sharding
-        return entry.kept.restored_sharding(entry.sharding)
+        is_padded = isinstance(entry.form, Padded)  # of others, the sharding is that of torch's form
+        return entry.kept.restored_sharding(entry.sharding) if entry.kept and is_padded else entry.sharding
 
     def stored(self, name: str) -> NamedSharding:
         """The sharding of an entry in the form in which a step keeps it."""

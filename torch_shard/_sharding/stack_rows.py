@@ -25,7 +25,7 @@ def row_sharding(sharding: NamedSharding) -> NamedSharding:
     return sharding.update(spec=PartitionSpec(*sharding.spec[1:]))
 
 
-def stack_struct(rows: list[jax.ShapeDtypeStruct], axis: str | None = None) -> jax.ShapeDtypeStruct:
+def stack_struct(rows: list[jax.ShapeDtypeStruct], axis: str | None) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of a stack of such rows."""
     return moved_struct(rows[0], (len(rows), *rows[0].shape), lambda sharding: stack_sharding(sharding, axis))
 
