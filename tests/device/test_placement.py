@@ -1,5 +1,6 @@
 """Entries onto the mesh and back."""
 
+import weakref
 from typing import Any
 
 import jax
@@ -63,10 +64,12 @@ def test_only_one_entry_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """When an entry moves, all entries before it have let their CPU storage go, and none after it has an array."""
     model = GPT.model()
     names = [name for name, _ in model.named_parameters()]
+    olds = [weakref.ref(p) for p in model.parameters()]
     seen: list[list[str]] = []
 
     def watching(value: Any, sharding: Any) -> Any:
         seen.append([n for n, p in model.named_parameters() if p.device.type == "jax"])
+        assert [n for n, old in zip(names, olds, strict=True) if old() is None] == seen[-1]
         return put(value, sharding)
 
     put = _placement.put

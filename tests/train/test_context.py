@@ -232,7 +232,7 @@ BAD: Mapping[str, tuple[Callable[[], object], str]] = {
     ),
     "no such mode": (
         lambda: make_step(Case(mode="rings"), Net()),
-        'context_mode must be one of "gather", "heads", "ring", got \'rings\'',
+        'plans.fsdp_tp: mode of the context must be one of "gather", "heads", "ring", got \'rings\'',
     ),
     "heads that do not divide": (
         lambda: make_step(Case(mode="heads", sizes=ALONE), Net(Block(heads=4), Block(heads=4))),

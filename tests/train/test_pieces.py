@@ -197,6 +197,14 @@ def test_what_cannot_be_stored_so_is_refused(stored: dict[str, ts.Pieces], says:
         plan.resolve(make_model(), ts.make_mesh(batch=4, model=2))
 
 
+def test_an_optimizer_plan_splits_pieces_too():
+    model, mesh = nn.Linear(4, 12), ts.make_mesh(jax.devices()[:6], batch=6)
+    plan = ts.ShardingPlan({}, default=P(), stored={"weight": ts.Pieces(3, dim=0)})
+    moments = ts.ShardingPlan({"weight": P("batch")}, default=P())
+    with pytest.raises(ValueError, match=r"weight \(12, 4\): Pieces.*: dim 1 = 4 is not a multiple of batch"):
+        ts.make_train_step(model, loss_fn, optax.adam(0.1), mesh=mesh, plan=plan, optimizer_plan=moments)
+
+
 def test_ties_are_refused():
     model = make_model()
     layers: Any = model.get_submodule("0")

@@ -108,6 +108,16 @@ def test_a_damaged_file_is_made_anew(tmp_path, change, caplog):
     assert "is made anew" in caplog.text
 
 
+def test_a_file_that_cannot_be_written_costs_no_candidate(tmp_path, caplog):
+    cache = Cache(tmp_path / "cache", {})
+    (tmp_path / "cache").rmdir()
+    (tmp_path / "cache").touch()  # as for root, whom no permissions stop
+    made, _ = search({DEFAULT: Measured(compute=1.0)}, {DEFAULT: 1.0}, cache=cache)
+    made.run()
+    assert (made.found[DEFAULT].refused, made.found[DEFAULT].compute) == ("", 1.0)
+    assert "cannot be written" in caplog.text
+
+
 def test_an_interrupt_leaves_the_best_so_far():
     made, _ = search({DEFAULT: Measured(compute=1.0), B: KeyboardInterrupt()}, {DEFAULT: 1.0, B: 1.1})
     made.run()

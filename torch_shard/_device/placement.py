@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,6 @@ from torch_shard._sharding import (
     check_plan,
     describe_mesh,
     describe_spec,
-    entry_of,
     find_spec_faults,
     holdings,
     make_matcher,
@@ -134,9 +133,9 @@ def place(model_or_tree: PyTree, mesh: Mesh, plan: ShardingPlan) -> PyTree:
     check_plan(plan)
     shardings = plan.resolve(model_or_tree, mesh)
     module = unwrapped(model_or_tree) if isinstance(model_or_tree, torch.nn.Module) else None
-    held: Mapping[str, Any] = model_or_tree if module is None else holdings(module).all  # pyright: ignore
-    for name, value in held.items():
-        check_kind(name, value, torch.Tensor | jax.Array | np.ndarray)
+    held: dict[str, Any] = dict(model_or_tree) if module is None else holdings(module).all  # pyright: ignore
+    for name in held:
+        check_kind(name, held[name], torch.Tensor | jax.Array | np.ndarray)
     refuse_meta(held)
     refuse_wide({name: value for name, value in held.items() if isinstance(value, torch.Tensor)})
 
@@ -146,11 +145,7 @@ def place(model_or_tree: PyTree, mesh: Mesh, plan: ShardingPlan) -> PyTree:
 
     if module is None:
         return {name: placed(name, value) for name, value in held.items()}
-    refuse_hooks(module)
-    places = TensorPlaces(module)
-    for name in list(held):
-        tensor = entry_of(module, name)
-        places.replace([(tensor, placed(name, tensor.detach()))])
+    _replace_each(module, held, placed)
     return model_or_tree
 
 
@@ -179,12 +174,19 @@ def gather(model_or_tree: PyTree) -> PyTree:
     if not isinstance(model_or_tree, torch.nn.Module):
         flatten(model_or_tree)  # or an error of ours
         return jax.tree.map(_gather_node, model_or_tree, is_leaf=lambda node: isinstance(node, Stacks))
-    refuse_hooks(model_or_tree)
-    places = TensorPlaces(model_or_tree)
-    for name in list(holdings(model_or_tree).all):
-        tensor = entry_of(model_or_tree, name)
-        places.replace([(tensor, to_cpu(tensor.detach()))])
+    _replace_each(model_or_tree, holdings(model_or_tree).all, lambda _, tensor: to_cpu(tensor))
     return model_or_tree
+
+
+def _replace_each(
+    module: torch.nn.Module, held: dict[str, torch.Tensor], new: Callable[[str, torch.Tensor], torch.Tensor]
+) -> None:
+    """Replace the entries of a module one by one; each is let go before the next one's turn."""
+    refuse_hooks(module)
+    places = TensorPlaces(module)
+    for name in list(held):
+        tensor = held.pop(name)
+        places.replace([(tensor, new(name, tensor.detach()))])
 
 
 def _gather_node(node: PyTree) -> PyTree:

@@ -23,7 +23,7 @@ from torch_shard._common.validate import check_kind
 from torch_shard._common.wrappers import unwrapped
 from torch_shard._device import JaxTensor
 from torch_shard._inspect.grid import DrawnArray, Grid, describe_names, make_grids, paint
-from torch_shard._sharding import ResolvedEntry, ResolvedPlan
+from torch_shard._sharding import ResolvedEntry, ResolvedPlan, named_tensors
 from torch_shard._state import TrainState
 
 
@@ -132,9 +132,7 @@ def visualize_sharding(subject: PyTree, *, name: str = "") -> Drawing:
 def _find_held(subject: object) -> Mapping[str, PyTree] | None:
     """Entries of `subject` by name; None if it is not a collection."""
     if isinstance(subject, torch.nn.Module):
-        module = unwrapped(subject)
-        params = module.named_parameters(remove_duplicate=False)
-        return {**dict(params), **dict(module.named_buffers(remove_duplicate=False))}
+        return named_tensors(unwrapped(subject))
     if isinstance(subject, ResolvedPlan):
         return subject.entries
     if isinstance(subject, TrainState):

@@ -27,7 +27,7 @@ from torch_shard._loss.batch import BatchSignature
 from torch_shard._loss.result import as_metric, for_objects, split_loss
 from torch_shard._lowering import OverContext
 from torch_shard._scan import Bundle, GraphInput, LayerInterceptor, LayerOptions, graph_inputs
-from torch_shard._sharding import Holdings, LossFn, ResolvedPlan, entry_places, holdings, mark_parameter, marked_like
+from torch_shard._sharding import Holdings, LossFn, ResolvedPlan, entry_places, holdings, marked_like
 
 Check = Callable[[], None] | None
 
@@ -248,7 +248,7 @@ def holding(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Generator
     for held, name, tensor in places:
         held[name] = new[id(tensor)]
         if isinstance(tensor, nn.Parameter):
-            mark_parameter(new[id(tensor)])
+            new[id(tensor)]._is_param = True  # as an instance of nn.Parameter has it
     try:
         with binding([own[name] for name in tensors], list(new.values())):  # in lists and other places, too
             yield

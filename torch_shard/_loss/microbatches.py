@@ -105,8 +105,8 @@ class Microbatches:
             key: jax.Array, tensors: Stacks, batch: Sequence[jax.Array], closure: Sequence[jax.Array]
         ) -> LossOutputs:
             split = self._taken_apart(batch, program.num_given)
-            trained = tensors.part(tensors.layout.restricted(program.grads))
-            carried = tensors.part(tensors.layout.restricted([*program.written, *program.buffers]))
+            trained = tensors.part(program.grads)
+            carried = tensors.part([*program.written, *program.buffers])
 
             def one(carry: PyTree, xs: PyTree) -> PyTree:
                 (held, sums), (index, rows) = carry, xs
@@ -122,8 +122,8 @@ class Microbatches:
                 loss=losses,
                 metrics=metrics,
                 grads=sums,
-                buffers=held.part(held.layout.restricted(program.buffers)),
-                written=held.part(held.layout.restricted(program.written)),
+                buffers=held.part(program.buffers),
+                written=held.part(program.written),
             )
             return self._means(out, trained)
 
@@ -149,7 +149,7 @@ class Microbatches:
             parts = [x if part is None else part for x, part in zip(batch, split, strict=True)]
             keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(self.num))
             out = loss.run(key[None] if self.num == 1 else keys, tensors, parts, closure)
-            return self._means(out, tensors.part(tensors.layout.restricted(program.grads)))
+            return self._means(out, tensors.part(program.grads))
 
         return run, loss.report
 

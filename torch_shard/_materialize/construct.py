@@ -11,7 +11,7 @@ from torch import nn
 from torch_shard._capture import Captured, capture, is_fake
 from torch_shard._common.patching import patched
 from torch_shard._lowering import keeps_whole
-from torch_shard._sharding import OF_EVERY_MODULE, holdings, replace_tensors, with_values
+from torch_shard._sharding import OF_EVERY_MODULE, TensorPlaces, holdings, with_values
 
 Init = str | Callable[[nn.Module], None]
 
@@ -155,7 +155,7 @@ def construct_again(model: nn.Module, names: list[str], init: Init) -> Construct
     metas = holdings(copy).all
 
     def make() -> nn.Module:
-        replace_tensors(copy, [(t, torch.empty(t.shape, dtype=t.dtype)) for t in metas.values()])
+        TensorPlaces(copy).replace([(t, torch.empty(t.shape, dtype=t.dtype)) for t in metas.values()])
         _initialise(copy, names, init)
         return copy
 

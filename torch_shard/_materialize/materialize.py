@@ -39,7 +39,6 @@ from torch_shard._sharding import (
     check_plan,
     holdings,
     refuse_hooks,
-    replace_tensors,
 )
 
 
@@ -118,7 +117,7 @@ def materialize(
     initialiser = _Initialiser(construction, mesh, seed, dict(shardings))
     initialiser.check(construction.tensors)
     made = [(tensor, initialiser.make(name)) for name, tensor in construction.tensors.items()]
-    replace_tensors(construction.module, made)
+    TensorPlaces(construction.module).replace(made)
     return construction.module
 
 

@@ -29,6 +29,7 @@ from torch_shard._sharding import (
     describe_mesh,
     describe_spec,
     make_matcher,
+    named_tensors,
 )
 
 T = TypeVar("T")
@@ -92,8 +93,7 @@ def describe_bytes(entry: torch.Tensor) -> str:
 
 def entries_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters, then buffers, by name; a tie under each of its names."""
-    entries = dict(model.named_parameters(remove_duplicate=False))
-    entries |= dict(model.named_buffers(remove_duplicate=False))
+    entries = named_tensors(model)
     if lazy := [name for name, entry in entries.items() if is_lazy(entry)]:
         raise ValueError(
             f"{caller()}: {', '.join(lazy)}: lazy, without a shape yet. Call the model once on example inputs."

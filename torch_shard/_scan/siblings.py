@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from torch_shard._sharding import Kept, Layout, Stages, tied_names
+from torch_shard._sharding import Kept, Layout, Stages, named_tensors, tied_names
 
 MOST_KINDS = 4
 """So many different programs may the calls of one group be."""
@@ -88,17 +88,12 @@ def _look(path: str, module: nn.Module, specs: Mapping[str, Sequence[object]]) -
     classes = tuple((name, type_before_parametrizations(m), m.training) for name, m in inner)
     return classes, tuple(
         (n, type(t), t.shape, t.dtype, t.requires_grad, _padded(specs.get(f"{path}.{n}"), t.ndim))
-        for n, t in _entries(module)
+        for n, t in named_tensors(module).items()
     )
 
 
 def _padded(spec: Sequence[object] | None, ndim: int) -> Hashable:
     return None if spec is None else tuple(spec) + (None,) * (ndim - len(spec))
-
-
-def _entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def stack_layout(
@@ -117,7 +112,7 @@ def stack_layout(
         if group.refused is None:
             if stages is not None and tuple(paths) == stages.layers:
                 paths = [paths[i] for i in stages.order(len(paths))]
-            relative = [name for name, _ in _entries(model.get_submodule(paths[0]))]
+            relative = named_tensors(model.get_submodule(paths[0]))
             stacks += [tuple(f"{path}.{name}" for path in paths) for name in relative]
     return Layout.of((stack for stack in stacks if not tied.intersection(stack)), names, kept, stages=stages)
 

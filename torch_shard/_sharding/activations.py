@@ -125,10 +125,14 @@ def resolve_activations(
     found: dict[Place, list[Constraint]] = {}
     for key, spec in rules.items():
         place = read_place(key)
-        faults += [f'activations rule "{key}": {fault}. {remedy}' for fault, remedy in _axis_faults(spec, mesh)]
+        of_axes = find_spec_faults(without_free(spec), (0,) * len(spec), mesh)  # those that depend on no shape
+        faults += [f'activations rule "{key}": {fault}. {remedy}' for fault, remedy in of_axes]
         matches = make_matcher(place.module)
         matched = [name for name in names if matches(name) and (name or not place.module)]  # a glob is of submodules
-        faults += [] if matched else [_unmatched(key, place.module, list(names))]
+        if not matched:
+            closest = difflib.get_close_matches(place.module, names, n=1, cutoff=0)
+            hint = "".join(f' The closest name is "{name}".' for name in closest)
+            faults.append(f'activations rule "{key}" matches no module.{hint}')
         for name in matched:
             own = Place(first[id(names[name])], place.argument, place.parts)
             found.setdefault(own, []).append(Constraint(own, spec, key))
@@ -160,16 +164,6 @@ def find_moving_axes(constraints: Sequence[Constraint], mesh: Mesh, rows: Collec
         for axis, at in dims.items()
         if len(at) > 1
     ]
-
-
-def _axis_faults(spec: PartitionSpec, mesh: Mesh) -> list[tuple[str, str]]:
-    """Those that do not depend on a shape."""
-    return find_spec_faults(without_free(spec), (0,) * len(spec), mesh)
-
-
-def _unmatched(key: str, pattern: str, names: Sequence[str]) -> str:
-    closest = difflib.get_close_matches(pattern, names, n=1, cutoff=0)
-    return f'activations rule "{key}" matches no module.' + "".join(f' The closest name is "{c}".' for c in closest)
 
 
 def _argument_faults(model: torch.nn.Module, constraint: Constraint) -> list[str]:

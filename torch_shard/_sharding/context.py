@@ -48,7 +48,7 @@ class Context:
         check_kind("rows", self.rows, tuple)
         if self.mode not in get_args(ContextMode):
             modes = ", ".join(f'"{mode}"' for mode in get_args(ContextMode))
-            raise ValueError(f"{caller()}: context_mode must be one of {modes}, got {self.mode!r}.")
+            raise ValueError(f"{caller()}: mode of the context must be one of {modes}, got {self.mode!r}.")
         if self.axis in self.rows:
             raise ValueError(
                 f'{caller()}: axis "{self.axis}" splits the rows of the batch, and cannot split its sequence too. Give '
@@ -69,5 +69,6 @@ class Context:
         Args:
             mesh: Of the step.
         """
-        missing = [axis for axis in (self.axis, *self.rows) if axis not in mesh.shape and axis != "batch"]
+        wanted = (self.axis, *(axis for axis in self.rows if axis != "batch"))
+        missing = [axis for axis in wanted if axis not in mesh.shape]
         return [f'context: the mesh {describe_mesh(mesh)} has no axis "{axis}".' for axis in missing]

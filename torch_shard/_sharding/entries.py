@@ -62,19 +62,12 @@ def holdings(module: nn.Module) -> Holdings:
     )
 
 
-def _named_modules(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
-    return cast(Iterator[tuple[str, nn.Module]], module.named_modules(remove_duplicate=remove_duplicate))
-
-
 def unsaved_buffers(module: nn.Module) -> tuple[str, ...]:
     """The names of buffers that a `state_dict` leaves out under every name that they have."""
-    names: dict[int, list[tuple[str, bool]]] = {}
-    for path, owner in _named_modules(module, remove_duplicate=False):
-        for leaf, buffer in owner._buffers.items():
-            saved = leaf not in owner._non_persistent_buffers_set
-            names.setdefault(id(buffer), []).append((f"{path}.{leaf}" if path else leaf, saved))
-    found = {name for same in names.values() if not any(saved for _, saved in same) for name, _ in same}
-    return tuple(name for name, _ in module.named_buffers() if name in found)
+    saved = {
+        id(m._buffers[name]) for m in module.modules() for name in m._buffers.keys() - m._non_persistent_buffers_set
+    }
+    return tuple(name for name, buffer in module.named_buffers() if id(buffer) not in saved)
 
 
 def group_ties(values: Mapping[str, PyTree], *, by_identity: bool) -> list[list[str]]:
@@ -91,10 +84,15 @@ def group_ties(values: Mapping[str, PyTree], *, by_identity: bool) -> list[list[
     return list(groups.values())
 
 
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, then buffers, each under all of its names."""
+    params, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    return {**dict(params), **dict(buffers)}
+
+
 def tied_names(module: nn.Module) -> set[str]:
     """The names of a module's tensors that have several."""
-    params, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-    ties = group_ties({**dict(params), **dict(buffers)}, by_identity=True)
+    ties = group_ties(named_tensors(module), by_identity=True)
     return {name for names in ties if len(names) > 1 for name in names}
 
 
@@ -127,18 +125,11 @@ def shared_memory(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None
 def memory_span(value: torch.Tensor | np.ndarray) -> tuple[int, int] | None:
     """Where a tensor or an array lies in the memory of the host; None if it has no element there."""
     if isinstance(value, np.ndarray):
-        size, start, width, strides = value.size, value.ctypes.data, value.itemsize, value.strides
-    elif value.device.type == "cpu" and value.layout is torch.strided:
-        width = value.element_size()
-        size, start, strides = value.numel(), value.data_ptr(), [stride * width for stride in value.stride()]
-    else:
+        return np.lib.array_utils.byte_bounds(value) if value.size else None
+    if value.device.type != "cpu" or value.layout is not torch.strided or not (value.numel() and value.data_ptr()):
         return None
-    reach = [(num - 1) * stride for num, stride in zip(value.shape, strides, strict=True)]
-    return (
-        (start + sum(min(0, r) for r in reach), start + sum(max(0, r) for r in reach) + width)
-        if size and start
-        else None
-    )
+    last = sum((num - 1) * stride for num, stride in zip(value.shape, value.stride(), strict=True))
+    return value.data_ptr(), value.data_ptr() + (last + 1) * value.element_size()
 
 
 def with_values(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
@@ -166,12 +157,7 @@ def gradient_hooks(params: Iterable[torch.Tensor]) -> tuple[tuple[int, ...], ...
 
 def refuse_hooks(module: nn.Module) -> None:
     """Refuse hooks on parameters whose places others are to take, which would lose them."""
-    hooked = [
-        name
-        for name, p in module.named_parameters()
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
-    ]
-    if hooked:
+    if hooked := [name for name, p in module.named_parameters() if gradient_hooks([p])]:
         raise NotImplementedError(
             f"{caller()}: {', '.join(hooked)} have hooks, which the tensors that take their places would lack, and the "
             "gradients would be others. Register the hooks afterwards."
@@ -187,7 +173,7 @@ def refuse_load_hooks(module: nn.Module) -> None:
     """
     hooked = [
         name or type(module).__name__
-        for name, m in _named_modules(module)
+        for name, m in cast(Iterator[tuple[str, nn.Module]], module.named_modules())
         for hook in cast(dict[int, Callable[..., object]], m._load_state_dict_pre_hooks).values()
         if not getattr(hook, "hook", hook).__module__.startswith("torch.")
     ]
@@ -231,11 +217,6 @@ class TensorPlaces:
         return [value for _, value in new.values()]
 
 
-def replace_tensors(module: nn.Module, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    """Put other tensors in the places of some of a module's, which is changed in place; see `TensorPlaces.replace`."""
-    return TensorPlaces(module).replace(pairs)
-
-
 def _as_kind_of(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if not isinstance(old, nn.Parameter):
         return value
@@ -254,22 +235,11 @@ def entry_places(module: nn.Module) -> list[tuple[dict[str, torch.Tensor | None]
     return [(entries, name, tensor) for entries in held for name, tensor in entries.items()]
 
 
-def mark_parameter(tensor: torch.Tensor) -> None:
-    """Let a tensor that stands for a parameter be an instance of `nn.Parameter`."""
-    tensor._is_param = True  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def place_of(module: nn.Module, name: str) -> tuple[dict[str, torch.Tensor | None], str]:
     """The dict that holds the parameter or buffer of that name, and its key there."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     return owner._parameters if leaf in owner._parameters else owner._buffers, leaf  # pyright: ignore[reportReturnType]
-
-
-def entry_of(module: nn.Module, name: str) -> torch.Tensor:
-    """The parameter or buffer of that name."""
-    held, key = place_of(module, name)
-    return held[key]  # pyright: ignore[reportReturnType]
 
 
 # What fakes and tensors of the jax device keep for themselves; the rest are marks of the user's, for optimisers say.
@@ -282,7 +252,7 @@ _OF_TENSORS = re.compile(
 def to_meta(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
     """Leave the shape of an entry in its places; returns what is there now."""
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return replace_tensors(module, [(tensor, empty)])[0]
+    return TensorPlaces(module).replace([(tensor, empty)])[0]
 
 
 def _tensors_in(value: PyTree) -> Iterator[torch.Tensor]:

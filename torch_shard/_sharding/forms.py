@@ -26,6 +26,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import is_integer
 from torch_shard._sharding.mesh import axes_of
+from torch_shard._sharding.stack_rows import moved_struct
 
 Shape: TypeAlias = tuple[int, ...]
 A = TypeVar("A", torch.Tensor, jax.Array, np.ndarray)
@@ -230,10 +231,6 @@ class KernelLast:
         """The shape that is kept."""
         return tuple(shape[dim] for dim in self._order(len(shape)))
 
-    def split_shape(self, shape: Shape) -> Shape:
-        """The shape that a spec splits: torch's."""
-        return shape
-
     def stored_spec(self, spec: PartitionSpec, *, ndim: int) -> PartitionSpec:
         """The spec that is kept."""
         parts = _parts(spec, ndim)
@@ -261,12 +258,12 @@ def _permuted(array: A, order: list[int]) -> A:
 Form: TypeAlias = Pieces | Padded | KernelLast
 
 
-def kernel_forms(source: object, platform: str) -> dict[str, Form]:
+def kernel_forms(model: torch.nn.Module | None, platform: str) -> dict[str, Form]:
     """The kernels of a model's convolutions, by name, in the form that devices of this platform compute with."""
     found: dict[str, Form] = {}
-    if platform != "tpu" or not isinstance(source, torch.nn.Module):
+    if platform != "tpu" or model is None:
         return found
-    for path, module in source.named_modules():
+    for path, module in model.named_modules():
         weight = module._parameters.get("weight")
         if isinstance(module, _ConvNd) and weight is not None:
             found[f"{path}.weight" if path else "weight"] = KernelLast(weight.ndim)
@@ -304,19 +301,19 @@ class Kept:
 
     def stored_sharding(self, sharding: NamedSharding, *, is_stack: bool = False) -> NamedSharding:
         """The sharding that is kept, for that of torch's shape; of rows that are stacked, too."""
-        return _with_spec(sharding, self._form.stored_spec(sharding.spec, ndim=len(self.shape) + is_stack))
+        return sharding.update(spec=self._form.stored_spec(sharding.spec, ndim=len(self.shape) + is_stack))
 
     def restored_sharding(self, sharding: NamedSharding, *, is_stack: bool = False) -> NamedSharding:
         """The inverse, as far as torch's shape divides."""
         ndim = len(self.stored_shape) + is_stack
         if isinstance(self._form, KernelLast):
-            return _with_spec(sharding, self._form.restored_spec(sharding.spec, ndim=ndim))
+            return sharding.update(spec=self._form.restored_spec(sharding.spec, ndim=ndim))
         parts, dim = _parts(sharding.spec, ndim), self._form.dim
         if isinstance(self._form, Pieces):
             del parts[len(parts) + dim - 1]
         elif self.shape[dim] % math.prod(sharding.mesh.shape[axis] for axis in axes_of((cast(Any, parts[dim]),))):
             parts[dim] = None
-        return _with_spec(sharding, PartitionSpec(*parts))
+        return sharding.update(spec=PartitionSpec(*parts))
 
     def is_whole(self, leaf: object, *, is_stack: bool) -> bool:
         """Tell whether a leaf has torch's shape, or is a stack of such rows."""
@@ -330,7 +327,7 @@ class Kept:
         """A tensor, array or struct in torch's shape, or a stack of such rows, as it is kept."""
         if isinstance(leaf, jax.ShapeDtypeStruct):
             shape = self._form.stored_shape(leaf.shape)
-            return _struct(leaf, shape, lambda sharding: self.stored_sharding(sharding, is_stack=is_stack))
+            return moved_struct(leaf, shape, lambda sharding: self.stored_sharding(sharding, is_stack=is_stack))
         return self._form.store(leaf)
 
     def restore(self, leaf: PyTree, *, is_stack: bool = False) -> PyTree:
@@ -341,7 +338,7 @@ class Kept:
             return leaf
         shape = (*leaf.shape[:is_stack], *self.shape)
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            return _struct(leaf, shape, lambda sharding: self.restored_sharding(sharding, is_stack=is_stack))
+            return moved_struct(leaf, shape, lambda sharding: self.restored_sharding(sharding, is_stack=is_stack))
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and isinstance(leaf.sharding, NamedSharding):
             sharding = self.restored_sharding(leaf.sharding, is_stack=is_stack)
             return _restorer(self._form, shape, sharding)(leaf)
@@ -350,17 +347,6 @@ class Kept:
     def in_program(self, leaf: PyTree, *, is_stack: bool = False) -> PyTree:
         """What is kept, as a program takes it: in pieces, or in torch's shape."""
         return self.restore(leaf, is_stack=is_stack) if self.cut is None else leaf
-
-
-def _with_spec(sharding: NamedSharding, spec: PartitionSpec) -> NamedSharding:
-    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-
-
-def _struct(
-    leaf: jax.ShapeDtypeStruct, shape: Shape, move: Callable[[NamedSharding], NamedSharding]
-) -> jax.ShapeDtypeStruct:
-    sharding = move(leaf.sharding) if isinstance(leaf.sharding, NamedSharding) else None
-    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
 
 @functools.cache

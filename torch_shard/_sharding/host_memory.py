@@ -22,7 +22,7 @@ PINNED = "pinned_host"
 
 def is_on_host(array: jax.Array) -> bool:
     """Tell whether an array of a program lies in the host's memory; JAX refuses to compute with it there."""
-    return getattr(jax.typeof(array), "memory_space", None) == jax.memory.Space.Host
+    return jax.typeof(array).memory_space == jax.memory.Space.Host
 
 
 def to_host(tree: PyTree) -> PyTree:

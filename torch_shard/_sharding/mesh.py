@@ -63,9 +63,9 @@ def make_mesh(
     sizes = _fill_in(axis_sizes, len(available))
     required = math.prod(sizes)
     if required > len(available) and topology is not None:
+        named = repr(topology) if num_slices is None else f"{topology!r} with num_slices={num_slices}"
         raise ValueError(
-            f"make_mesh: {_join(axis_sizes)} needs {required} devices, but {_named(topology, num_slices)} has "
-            f"{len(available)}. "
+            f"make_mesh: {_join(axis_sizes)} needs {required} devices, but {named} has {len(available)}. "
             "Choose sizes whose product is at most that, or a larger topology."
         )
     if required > len(available):
@@ -82,10 +82,6 @@ def make_mesh(
             f"make_mesh: {_join(axis_sizes)} takes {required} of {len(available)} devices, which JAX cannot lay out on "
             f"such a machine. Choose sizes whose product is {len(available)}, or give devices= yourself."
         ) from error
-
-
-def _named(topology: str, num_slices: int | None) -> str:
-    return repr(topology) if num_slices is None else f"{topology!r} with num_slices={num_slices}"
 
 
 def _available(devices: object, topology: str | None, num_slices: int | None) -> list[Device]:
@@ -145,12 +141,11 @@ def as_devices(devices: object) -> list[Device]:
     return found
 
 
-def check_mesh(mesh: object, *, where: str = "") -> Mesh:
+def check_mesh(mesh: object) -> Mesh:
     """Return `mesh` as it is, or refuse it.
 
     Args:
         mesh: What a user gave as a mesh.
-        where: Where it was found, if not in the argument `mesh` itself: begins the error, after the caller.
 
     Raises:
         TypeError: It is not a `jax.sharding.Mesh`.
@@ -158,12 +153,12 @@ def check_mesh(mesh: object, *, where: str = "") -> Mesh:
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(
-            f"{caller()}: {where}mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. "
+            f"{caller()}: mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. "
             "Build one with torch_shard.make_mesh(batch=4, model=2)."
         )
     if foreign := _not_auto(mesh):
         raise ValueError(
-            f"{caller()}: {where}every mesh axis must be Auto, so that XLA may choose the shardings inside a step, "
+            f"{caller()}: every mesh axis must be Auto, so that XLA may choose the shardings inside a step, "
             f"but {', '.join(foreign)}. jax.make_mesh gives Explicit axes by default: build the mesh with "
             f"torch_shard.make_mesh{describe_mesh(mesh)} "
             f"or pass axis_types=(AxisType.Auto,) * {len(mesh.axis_names)}."

@@ -106,5 +106,6 @@ class Stages:
     def has(self, group: tuple[str, ...]) -> bool:
         """Tell whether these are names of the same entry of all layers."""
         return len(group) == len(self.layers) and all(
-            name.startswith(f"{path}.") for name, path in zip(sorted(group), sorted(self.layers), strict=True)
+            # with their dots, or `layers.1-a.weight` would stand before `layers.1.weight`
+            map(str.startswith, sorted(group), sorted(f"{path}." for path in self.layers))
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -26,7 +26,7 @@ from torch_shard._common.validate import check_kind
 from torch_shard._common.wrappers import unwrapped
 from torch_shard._sharding.activations import Constraint, find_type_fault, resolve_activations
 from torch_shard._sharding.context import Context
-from torch_shard._sharding.entries import group_ties
+from torch_shard._sharding.entries import group_ties, named_tensors
 from torch_shard._sharding.forms import Form, Padded, Pieces, kernel_forms
 from torch_shard._sharding.mesh import axes_of, check_mesh, describe_mesh, describe_spec, find_spec_faults
 from torch_shard._sharding.patterns import make_matcher
@@ -40,6 +40,8 @@ Forms: TypeAlias = Mapping[str, Form] | Mapping[str | re.Pattern[str], Form]
 _Rule: TypeAlias = str | re.Pattern[str]
 
 _Key: TypeAlias = _Rule | None  # of a rule; None is the default's
+
+_TABLES = ("rules", "activations", "reasons", "ranks", "stored")
 
 
 @dataclass(frozen=True, repr=False)
@@ -95,7 +97,7 @@ class ShardingPlan(InNotebooks):
     rows: tuple[str, ...] | None = field(default=None, kw_only=True)
 
     def __post_init__(self):
-        for what in ("rules", "activations", "reasons", "ranks", "stored"):
+        for what in _TABLES:
             _check_mapping(what, getattr(self, what))
             object.__setattr__(self, what, MappingProxyType(dict(getattr(self, what))))
         check_kind("context", self.context, Context | None)
@@ -131,7 +133,9 @@ class ShardingPlan(InNotebooks):
             return NotImplemented
         edits = other if isinstance(other, ShardingPlan) else ShardingPlan(other)
         above = 1 + max(self.ranks.values(), default=0)
-        ranks = {key: above + edits.ranks.get(key, 0) for key in edits._ranked()}
+        kinds = ("rules", "activations", "stored")
+        ruled = [(kind, key) for kind in kinds for key in getattr(edits, kind)]
+        ranks = {key: above + edits.ranks.get(key, 0) for key in ruled}
         kept = {key: reason for key, reason in self.reasons.items() if key not in edits.rules}
         return ShardingPlan(
             {**self._specs, **edits._specs},
@@ -145,20 +149,12 @@ class ShardingPlan(InNotebooks):
             ranks=dict(self.ranks) | ranks,
         )
 
-    def _ranked(self) -> Iterator[tuple[str, _Rule]]:
-        """Its rules, by kind."""
-        yield from (("rules", key) for key in self._specs)
-        yield from (("activations", key) for key in self.activations)
-        yield from (("stored", key) for key in self._forms)
-
     def __hash__(self):
         tables = (frozenset(table.items()) for table in (self.rules, self.activations, self._forms))
         return hash((self.default, self.context, self.pipeline, self.rows, *tables))
 
     def __reduce__(self):  # a mappingproxy can be neither copied nor pickled
-        fields = {what: dict(getattr(self, what)) for what in ("activations", "reasons", "ranks", "stored")}
-        fields |= {what: getattr(self, what) for what in ("default", "context", "pipeline", "rows")}
-        return partial(ShardingPlan, **fields), (dict(self.rules),)
+        return partial(ShardingPlan, **vars(self) | {what: dict(getattr(self, what)) for what in _TABLES}), ()
 
     def __repr__(self):
         rules = ", ".join(f"{key!r}: {describe_spec(spec)}" for key, spec in self.rules.items())
@@ -212,14 +208,15 @@ class ShardingPlan(InNotebooks):
         """
         check_mesh(mesh)
         source = unwrapped(source) if isinstance(source, torch.nn.Module) else source
+        model = source if isinstance(source, torch.nn.Module) else None
         values = _read(source)
         hits, formed = _hits(self._specs, values), _hits(self._forms, values)
-        rearranged = kernel_forms(source, mesh.devices.flat[0].platform)
+        rearranged = kernel_forms(model, mesh.devices.flat[0].platform)
         entries: dict[str, ResolvedEntry] = {}
         faults: dict[str, list[str]] = {}
-        for names in group_ties(values, by_identity=isinstance(source, torch.nn.Module)):
+        for names in group_ties(values, by_identity=model is not None):
             name, key, spec, clash = self._choose(names, hits)
-            shape = _get_shape(values[name])
+            shape = tuple(getattr(values[name], "shape", values[name]))
             form, wrong_form = self._choose_form(names, formed)
             form = form or (rearranged.get(name) if len(names) == 1 else None)
             wrong_form = wrong_form or (form and form.find_fault(shape))
@@ -228,7 +225,9 @@ class ShardingPlan(InNotebooks):
                 split = form.stored_shape(shape) if isinstance(form, Padded) and not wrong_form else shape
                 found += _find_faults(name, key, spec, shape=split, mesh=mesh)
             if not found and form is not None:
-                found = _find_form_faults(form, spec, shape, mesh)
+                kept = form.stored_spec(spec, ndim=len(shape))
+                lines = find_spec_faults(kept, form.stored_shape(shape), mesh)
+                found = [f"{form}: {fault}. {remedy}" for fault, remedy in lines]
             if found:
                 faults[f"{name} {shape}"] = found
                 continue
@@ -236,10 +235,9 @@ class ShardingPlan(InNotebooks):
             reason = "" if key is None else self.reasons.get(key, "")
             first = ResolvedEntry(shape, dtype, _quote(key), NamedSharding(mesh, spec), reason=reason, form=form)
             entries |= {names[0]: first} | {alias: replace(first, tied_to=names[0]) for alias in names[1:]}
-        is_model = isinstance(source, torch.nn.Module)  # without modules the activations are nowhere
-        constraints, wrong = self._constraints(source, mesh, entries) if is_model else ([], [])
-        asked = (("sequence", self.context), ("model", self.pipeline))
-        for what, part in asked:
+        # without modules the activations are nowhere
+        constraints, wrong = ([], []) if model is None else self._constraints(model, mesh, entries)
+        for what, part in (("sequence", self.context), ("model", self.pipeline)):
             if part and (lines := part.find_faults(mesh)):
                 raise ValueError(_list(f"the {what} cannot be split as asked", lines))
         tables = (self._specs, hits), (self._forms, formed)
@@ -258,11 +256,14 @@ class ShardingPlan(InNotebooks):
         matrices = {name: axes_of(entry.sharding.spec) for name, entry in entries.items() if len(entry.shape) == 2}
         return [replace(c, of_matrix=tuple(matrices.get(c.place.matrix or "", ()))) for c in found], faults
 
+    def _counting(self, kind: str, names: list[str], hits: dict[str, list[_Rule]]) -> list[_Rule]:
+        """Those of the highest rank of the rules that match any of these names."""
+        ranks = {key: self.ranks.get((kind, key), 0) for name in names for key in hits[name]}
+        return [key for key, rank in ranks.items() if rank == max(ranks.values())]
+
     def _choose_form(self, names: list[str], formed: dict[str, list[_Rule]]) -> tuple[Form | None, str | None]:
         """How one tensor of these `names` is stored, by the rules that match each; or why it cannot be."""
-        keys = list(dict.fromkeys(key for name in names for key in formed[name]))
-        ranks = {key: self.ranks.get(("stored", key), 0) for key in keys}
-        keys = [key for key in keys if ranks[key] == max(ranks.values())]
+        keys = self._counting("stored", names, formed)
         keys = [key for key in keys if key in names] or keys
         forms = list(dict.fromkeys(self._forms[key] for key in keys))
         if len(names) > 1 and any(isinstance(form, Pieces) for form in forms):
@@ -275,11 +276,10 @@ class ShardingPlan(InNotebooks):
     def _choose(self, names: list[str], hits: dict[str, list[_Rule]]) -> tuple[str, _Key, PartitionSpec, str | None]:
         """Choose the rule of one tensor: which of its `names` matches, the rule's key and spec, any clash."""
         owners: dict[PartitionSpec, tuple[str, _Rule]] = {}
-        ranks = {key: self.ranks.get(("rules", key), 0) for name in names for key in hits[name]}
+        counting = self._counting("rules", names, hits)
         for name in names:
-            counting = [key for key in hits[name] if ranks[key] == max(ranks.values())]
-            keys: list[_Rule] = [name] if name in counting else counting
-            for key in keys:
+            keys = [key for key in hits[name] if key in counting]
+            for key in [name] if name in keys else keys:
                 owners.setdefault(_trim(self._specs[key]), (name, key))
         if not owners:
             clash = f'no rule matches it. Add one, such as "{names[0]}": P(), or give the plan default=P().'
@@ -310,12 +310,6 @@ def _find_form_type_fault(key: object, form: object) -> str | None:
     return None
 
 
-def _find_form_faults(form: Form, spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> list[str]:
-    """What keeps an entry that has this form from being split so."""
-    stored, kept = form.stored_shape(shape), form.stored_spec(spec, ndim=len(shape))
-    return [f"{form}: {fault}. {remedy}" for fault, remedy in find_spec_faults(kept, stored, mesh)]
-
-
 def _check_mapping(what: str, rules: object) -> None:
     if not isinstance(rules, Mapping):
         remedy = " make_train_step(mesh=) takes the mesh." if isinstance(rules, Mesh) else ""
@@ -325,8 +319,7 @@ def _check_mapping(what: str, rules: object) -> None:
 def _read(source: object) -> dict[str, PyTree]:
     """Collect what `source` holds, by name, and refuse what has no shape."""
     if isinstance(source, torch.nn.Module):
-        values: dict[str, PyTree] = dict(source.named_parameters(remove_duplicate=False))
-        values |= dict(source.named_buffers(remove_duplicate=False))
+        values: dict[str, PyTree] = {**named_tensors(source)}
     elif isinstance(source, Mapping):
         values = dict(cast(Mapping[str, PyTree], source))
     else:
@@ -372,10 +365,6 @@ def _hint_at_names(keys: list[str | re.Pattern[str]], names: list[str]) -> list[
         for closest in difflib.get_close_matches(wanted, names, n=1, cutoff=0):
             hints[number] += f' The closest name is "{closest}".'
     return hints
-
-
-def _get_shape(value: PyTree) -> tuple[int, ...]:
-    return tuple(getattr(value, "shape", value))
 
 
 def _find_faults(name: str, key: _Key, spec: PartitionSpec, *, shape: tuple[int, ...], mesh: Mesh) -> list[str]:

@@ -98,19 +98,17 @@ class ResolvedPlan(InNotebooks, Mapping[str, NamedSharding]):
 
     def __getitem__(self, name: str) -> NamedSharding:
         entry = self.entries[name]
-        if entry.kept is None or not isinstance(entry.form, Padded):
-            return entry.sharding
-        return entry.kept.restored_sharding(entry.sharding)
+        is_padded = isinstance(entry.form, Padded)  # of others, the sharding is that of torch's form
+        return entry.kept.restored_sharding(entry.sharding) if entry.kept and is_padded else entry.sharding
 
-    def stored(self, name: str, form: Kept | None = None) -> NamedSharding:
-        """The sharding of an entry in the form in which a step keeps it, which another plan may say."""
+    def stored(self, name: str) -> NamedSharding:
+        """The sharding of an entry in the form in which a step keeps it."""
         entry = self.entries[name]
-        form = form or entry.kept
-        return entry.sharding if form is None else form.stored_sharding(entry.sharding)
+        return entry.sharding if entry.kept is None else entry.kept.stored_sharding(entry.sharding)
 
     def of_group(self, group: Group, layout: Layout) -> NamedSharding:
         """The sharding of what a layout stores for a group: an entry, or several as rows."""
-        sharding = self.stored(group[0], layout.forms.get(group[0]))
+        sharding = self.stored(group[0])
         return sharding if len(group) == 1 else stack_sharding(sharding, layout.axis_of(group))
 
     @property

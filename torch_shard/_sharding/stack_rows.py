@@ -17,18 +17,25 @@ from torch_shard._common.types import PyTree
 
 def stack_sharding(sharding: NamedSharding, axis: str | None = None) -> NamedSharding:
     """Sharding of a stack whose rows lie like this, and are split over an axis; without one each is on all devices."""
-    return NamedSharding(sharding.mesh, PartitionSpec(axis, *sharding.spec), memory_kind=sharding.memory_kind)
+    return sharding.update(spec=PartitionSpec(axis, *sharding.spec))
 
 
 def row_sharding(sharding: NamedSharding) -> NamedSharding:
     """Sharding of a row of a stack."""
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
+    return sharding.update(spec=PartitionSpec(*sharding.spec[1:]))
 
 
-def stack_struct(rows: list[jax.ShapeDtypeStruct], axis: str | None = None) -> jax.ShapeDtypeStruct:
+def stack_struct(rows: list[jax.ShapeDtypeStruct], axis: str | None) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of a stack of such rows."""
-    sharding = stack_sharding(rows[0].sharding, axis) if isinstance(rows[0].sharding, NamedSharding) else None
-    return jax.ShapeDtypeStruct((len(rows), *rows[0].shape), rows[0].dtype, sharding=sharding)
+    return moved_struct(rows[0], (len(rows), *rows[0].shape), lambda sharding: stack_sharding(sharding, axis))
+
+
+def moved_struct(
+    struct: jax.ShapeDtypeStruct, shape: tuple[int, ...], move: Callable[[NamedSharding], NamedSharding]
+) -> jax.ShapeDtypeStruct:
+    """The same dtype in another shape, whose sharding follows."""
+    sharding = move(struct.sharding) if isinstance(struct.sharding, NamedSharding) else None
+    return jax.ShapeDtypeStruct(shape, struct.dtype, sharding=sharding)
 
 
 def take_row(stack: PyTree, row: int) -> PyTree:
@@ -36,8 +43,7 @@ def take_row(stack: PyTree, row: int) -> PyTree:
     if isinstance(stack, NamedSharding):
         return row_sharding(stack)
     if isinstance(stack, jax.ShapeDtypeStruct):
-        sharding = row_sharding(stack.sharding) if isinstance(stack.sharding, NamedSharding) else None
-        return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=sharding)
+        return moved_struct(stack, stack.shape[1:], row_sharding)
     if isinstance(stack, Tracer):
         return jax.lax.index_in_dim(stack, row, keepdims=False)
     if isinstance(stack, jax.Array) and isinstance(stack.sharding, NamedSharding):

@@ -79,10 +79,8 @@ class Layout:
 
     def restricted(self, names: Iterable[str]) -> "Layout":
         """The layout of some of the names; a group of which one is missing falls apart."""
-        names = tuple(names)
-        return Layout.of(
-            (group for group in self.groups if set(group) <= set(names)), names, self.forms, stages=self.stages
-        )
+        names = dict.fromkeys(names)
+        return Layout.of((g for g in self.groups if names.keys() >= set(g)), names, self.forms, stages=self.stages)
 
     def axis_of(self, group: Group) -> str | None:
         """The axis over which the rows of a group are split, if they are."""
@@ -143,9 +141,9 @@ class Stacks(Mapping[str, PyTree]):
         layout = sum((s.layout for s in stacks), start=Layout((), ()))
         return cls(layout, (array for s in stacks for array in s.arrays))
 
-    def part(self, layout: Layout) -> "Stacks":
-        """The entries of a layout that has some of the names."""
-        return Stacks.from_dict(self, layout)
+    def part(self, names: Iterable[str]) -> "Stacks":
+        """The entries of some of the names."""
+        return Stacks.from_dict(self, self.layout.restricted(names))
 
     def updated(self, values: Mapping[str, PyTree]) -> "Stacks":
         """With other values for those names that it has; what has none keeps its stored array."""
@@ -168,7 +166,9 @@ class Stacks(Mapping[str, PyTree]):
     def kept_rows(self, names: Group) -> PyTree:
         """The same in the form in which they are kept."""
         pieces = [self._rows(number, start, stop) for number, start, stop in _runs(self.layout, names)]
-        return pieces[0] if len(pieces) == 1 else _concatenate(pieces)
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate(pieces) if isinstance(pieces[0], np.ndarray) else jnp.concatenate(pieces)
 
     def kept(self, name: str) -> PyTree:
         """An entry in the form in which it is kept."""
@@ -283,17 +283,9 @@ def _gathered_whole(values: Mapping[str, PyTree], group: Group, axis: str | None
     return stack_struct(rows, axis) if isinstance(rows[0], jax.ShapeDtypeStruct) else jnp.stack(rows)
 
 
-def _concatenate(pieces: list[jax.Array | np.ndarray]) -> jax.Array | np.ndarray:
-    return np.concatenate(pieces) if isinstance(pieces[0], np.ndarray) else jnp.concatenate(pieces)
-
-
 def as_dicts(tree: PyTree) -> PyTree:
     """A pytree with plain dicts in place of `Stacks`."""
-
-    def as_dict(node: PyTree) -> PyTree:
-        return dict(node) if isinstance(node, Stacks) else node
-
-    return jax.tree.map(as_dict, tree, is_leaf=lambda node: isinstance(node, Stacks))
+    return _map_stacks(dict, tree)
 
 
 def keep_as(stacks: Stacks, layout: Layout, *, but_rearranged: bool = False) -> Stacks:
@@ -320,7 +312,7 @@ def keep_stacks(tree: PyTree, layout: Layout, *, but_rearranged: bool = False) -
     return _map_stacks(lambda stacks: keep_as(stacks, layout, but_rearranged=but_rearranged), tree)
 
 
-def _map_stacks(change: Callable[[Stacks], Stacks], tree: PyTree) -> PyTree:
+def _map_stacks(change: Callable[[Stacks], PyTree], tree: PyTree) -> PyTree:
     def changed(node: PyTree) -> PyTree:
         return change(node) if isinstance(node, Stacks) else node
 

@@ -7,12 +7,10 @@ GPUs are described by what XLA's own `xla/backends/gpu/target_config/specs` says
 # JAX has no stubs for its ahead-of-time topologies.
 # pyright: reportUnknownMemberType=false
 
-import contextlib
 import dataclasses
 import importlib.util
 import math
 import os
-from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -27,11 +25,13 @@ class TpuChip:
     """One kind of TPU.
 
     Attributes:
+        title: Its kind, as JAX has it.
         memory: Bytes that a program of one device may have, by the compiler.
         shapes: Some of its topologies.
         options: What JAX is to be told, so that its devices are those that users have.
     """
 
+    title: str
     memory: int
     shapes: tuple[str, ...]
     options: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
@@ -88,11 +88,11 @@ class GpuChip:
 _GIB = 2**30
 
 TPUS = {
-    "v4": TpuChip(int(30.75 * _GIB), ("2x2x1", "4x4x4"), {"chip_config_name": "megacore"}),
-    "v5e": TpuChip(int(15.75 * _GIB), ("2x2", "2x4", "4x4", "8x8", "16x16")),
-    "v5p": TpuChip(int(95.74 * _GIB), ("2x2x1", "8x8x8", "4x8x16")),
-    "v6e": TpuChip(int(31.25 * _GIB), ("2x2", "4x4", "16x16", "16x32")),
-    "tpu7x": TpuChip(int(94.75 * _GIB), ("2x2x1", "8x8x8")),
+    "v4": TpuChip("TPU v4", int(30.75 * _GIB), ("2x2x1", "4x4x4"), {"chip_config_name": "megacore"}),
+    "v5e": TpuChip("TPU v5 lite", int(15.75 * _GIB), ("2x2", "2x4", "4x4", "8x8", "16x16")),
+    "v5p": TpuChip("TPU v5", int(95.74 * _GIB), ("2x2x1", "8x8x8", "4x8x16")),
+    "v6e": TpuChip("TPU v6 lite", int(31.25 * _GIB), ("2x2", "4x4", "16x16", "16x32")),
+    "tpu7x": TpuChip("TPU7x", int(94.75 * _GIB), ("2x2x1", "8x8x8")),
 }
 """What libtpu 0.0.42 says when a program is too large."""
 
@@ -103,7 +103,7 @@ GPUS = {
     "b200": GpuChip(191514411008, 7672320000000, (10, 0), 148, 128, 233472, 132644864, 1.965, "NVIDIA B200"),
 }
 
-_LIBTPU = {  # or it asks a server of Google's cloud where it is, and wants to be alone on the machine
+_LIBTPU = {  # while it is loaded; or it asks a server of Google's cloud, and wants to be alone on the machine
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -124,7 +124,10 @@ def topology_devices(topology: object, num_slices: int | None = None) -> list[De
         if num_slices is not None:
             raise ValueError(f"{caller()}: num_slices= is for TPUs, whose slices a slow network joins.")
         _require("jax_cuda12_plugin", "cuda", f"{chip}:{shape}")
-        return _gpus(GPUS[chip], int(shape))
+        found: Any = topologies.get_topology_desc(
+            platform="cuda", topology_name="", target_config=GPUS[chip].description, topology=f"1x1x{int(shape)}"
+        )
+        return list(found.devices)
     if chip in TPUS and shape and all(size.isdecimal() and int(size) for size in shape.split("x")):
         return _tpus(chip, shape, num_slices)
     raise _unknown(topology)
@@ -139,10 +142,7 @@ def is_compile_only(device: object) -> bool:
 def memory_of(device: object) -> int | None:
     """Bytes that a program of one device may have; None if that is not known."""
     kind = str(getattr(device, "device_kind", ""))
-    kinds = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "tpu7x"}
-    if kind in kinds:
-        return TPUS[kinds[kind]].memory
-    return next((gpu.memory for gpu in GPUS.values() if gpu.title == kind), None)
+    return next((chip.memory for chip in (*TPUS.values(), *GPUS.values()) if chip.title == kind), None)
 
 
 def _unknown(topology: object, why: str = "") -> ValueError:
@@ -164,33 +164,19 @@ def _require(module: str, extra: str, topology: str) -> None:
 def _tpus(chip: str, shape: str, num_slices: int | None) -> list[Device]:
     name, options = f"{chip}:{shape}", dict[str, Any](TPUS[chip].options)
     options |= {} if num_slices is None else {"num_slices": num_slices}
+    added: dict[str, str] = {}
     if jax.default_backend() != "tpu":  # there, libtpu is loaded and knows where it is
         _require("libtpu", "tpu", name)
+        added = {key: value for key, value in _LIBTPU.items() if key not in os.environ}
     sizes = [int(size) for size in shape.split("x")]
     if math.prod(sizes) == 1:
         options["chips_per_host_bounds"] = tuple(sizes)
-    try:
-        with _told_where():
-            found: Any = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
-    except RuntimeError as error:  # JAX's
-        raise _unknown(name, f" ({error})") from error
-    return list(found.devices)
-
-
-@contextlib.contextmanager
-def _told_where() -> Generator[None]:
-    """Let libtpu find in the environment, while it is loaded, that this machine has no TPUs."""
-    added = {} if jax.default_backend() == "tpu" else {n: v for n, v in _LIBTPU.items() if n not in os.environ}
     os.environ.update(added)
     try:
-        yield
+        found: Any = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+    except RuntimeError as error:  # JAX's
+        raise _unknown(name, f" ({error})") from error
     finally:
-        for name in added:
-            os.environ.pop(name, None)
-
-
-def _gpus(gpu: GpuChip, count: int) -> list[Device]:
-    found: Any = topologies.get_topology_desc(
-        platform="cuda", topology_name="", target_config=gpu.description, topology=f"1x1x{count}"
-    )
+        for key in added:
+            os.environ.pop(key, None)
     return list(found.devices)

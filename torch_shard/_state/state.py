@@ -24,11 +24,9 @@ from torch_shard._optim import AverageState, in_optimizer, is_average, is_narrow
 from torch_shard._scan import Siblings, stack_layout
 from torch_shard._sharding import (
     Holdings,
-    Kept,
     ResolvedPlan,
     Stacks,
     as_dicts,
-    find_spec_faults,
     is_pinned,
     pinned,
     stack_dicts,
@@ -142,7 +140,6 @@ class StateLayout:
         self.params, self.frozen, self.buffers = map(layout.restricted, held.kinds)
         self._tensors = {n: struct_of(t) for n, t in held.all.items()}
         self.trained = self.params if trained is None else self.params.restricted(trained)
-        _refuse_moments(self._moments, self.trained.forms)
         replicated = NamedSharding(plan.mesh, PartitionSpec())
         number: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)  # a state of structs is a state to JAX
         words: Any = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
@@ -224,7 +221,7 @@ class StateLayout:
         """Parameters with new values for those that the step trains."""
         if self.trained is self.params:
             return trained
-        others = params.part(self.params.restricted(name for name in self.params.names if name not in trained))
+        others = params.part(name for name in self.params.names if name not in trained)
         return Stacks.from_dict(Stacks.merged(trained, others), self.params)
 
     def start(self, held: Mapping[str, Stacks], opt_state: PyTree, seed: int) -> TrainState:
@@ -301,17 +298,6 @@ def differs_by(option: str, found: bool, wanted: bool) -> str:
     """What to do where a state was made with an option of the step and is to be taken without, or the reverse."""
     given, own = (("with" if is_given else "without") + f" {option}=" for is_given in (found, wanted))
     return "" if found == wanted else f"The state was made {given}, and this step {own}: make the step {given} too. "
-
-
-def _refuse_moments(moments: ResolvedPlan, forms: Mapping[str, Kept]) -> None:
-    """Refuse an `optimizer_plan` that the form in which parameters are kept cannot follow."""
-    faults: list[str] = []
-    for name, form in forms.items():
-        spec = moments.stored(name, form).spec
-        found = find_spec_faults(spec, form.stored_shape, moments.mesh)
-        faults += [f"  {name}: {form.form}: {fault}. {remedy}" for fault, remedy in found]
-    if faults:
-        raise ValueError(f"{caller()}: optimizer_plan does not fit what plan stores in pieces.\n\n" + "\n".join(faults))
 
 
 def _placed(rows: list[torch.Tensor | ArrayLike], sharding: NamedSharding, *, keep: bool) -> jax.Array:

@@ -12,11 +12,13 @@ from typing import Any
 from torch import nn
 
 from torch_shard._common.files import replacing
+from torch_shard._sharding import named_tensors
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 3
 VERSIONS = ("torch_shard", "torch", "jax", "jaxlib", "libtpu")
+"""Of these a compiled program depends."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +53,8 @@ class Cache:
     """A directory of what is known, or none."""
 
     def __init__(self, directory: Path | None, about: Mapping[str, object]) -> None:
-        self._directory, self._about = directory, [FORMAT, versions(), about]
+        versions = {own.name: own.version for own in importlib.metadata.distributions() if own.name in VERSIONS}
+        self._directory, self._about = directory, [FORMAT, versions, about]
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
 
@@ -68,9 +71,13 @@ class Cache:
 
     def write(self, what: object, measured: Measured) -> None:
         """Keep what is known of a candidate."""
-        if (path := self._path(what)) is not None:
+        if (path := self._path(what)) is None:
+            return
+        try:
             with replacing(path) as partial:
                 partial.write_text(json.dumps(dataclasses.asdict(measured), indent=1))
+        except OSError as error:  # a full disk, say: the search goes on with what was found
+            logger.warning("tune: %s cannot be written (%s), and would be compiled again", path, error)
 
     def _path(self, what: object) -> Path | None:
         if self._directory is None:
@@ -83,12 +90,6 @@ def digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def versions() -> dict[str, str]:
-    """Of what has to do with a compiled program."""
-    return {own.name: own.version for own in importlib.metadata.distributions() if own.name in VERSIONS}
-
-
 def describe_entries(model: nn.Module) -> list[object]:
     """Names, shapes, dtypes, and which are trained."""
-    entries = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in entries]
+    return [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in named_tensors(model).items()]

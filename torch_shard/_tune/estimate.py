@@ -1,7 +1,6 @@
 """What a step should take, by arithmetic: an order in which to compile, and no more than that."""
 
 import dataclasses
-import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -14,6 +13,7 @@ from torch_shard._common.types import PyTree
 from torch_shard._cost import Chip
 from torch_shard._sharding import ResolvedPlan, axes_of, holdings
 from torch_shard._train import TrainStep
+from torch_shard._tune.cache import digest
 from torch_shard._tune.candidates import Candidate
 
 MXU = 0.6
@@ -71,7 +71,7 @@ def facts_of(step: TrainStep) -> Facts:
         moments=_bytes(step.structs.opt_state) / max(_bytes(step.structs.params), 1),
         itemsize=4 if dtype is None else dtype.itemsize,
         trainable=tuple(holdings(step.model).trainable),
-        fingerprint=hashlib.sha256(str([step.structs.opt_state, *texts]).encode()).hexdigest(),
+        fingerprint=digest(str([step.structs.opt_state, *texts])),
     )
 
 
@@ -130,7 +130,7 @@ def estimate(candidate: Candidate, plan: ResolvedPlan, moments: ResolvedPlan, fa
     """Estimate what a candidate takes."""
     width, remat, shards = candidate.sizes.get("model", 1), str(candidate.remat), candidate.data_shards
     sizes = {name: math.prod(plan.entries[name].shape) for name in facts.trainable}
-    split = sum(size for name, size in sizes.items() if "model" in axes_of(plan.entries[name].padded_spec))
+    split = sum(size for name, size in sizes.items() if "model" in axes_of(plan.entries[name].sharding.spec))
     share = split / max(sum(sizes.values()), 1)
     flops = facts.flops * (share / width + 1 - share) / shards * (1 + AGAIN.get(remat, 0.0))
     flops *= LOOP if candidate.in_loops and remat == "none" else 1.0
@@ -151,9 +151,9 @@ def _wire(candidate: Candidate, plan: ResolvedPlan, sizes: Mapping[str, int]) ->
     """Numbers of parameters and gradients that a device receives, which arithmetic may hide."""
     found, axes_of_rows = 0.0, {"batch", "replica"} & set(candidate.sizes)
     for name, size in sizes.items():
-        axes = axes_of(plan.entries[name].padded_spec)
-        own = size / math.prod(candidate.sizes[axis] for axis in axes if axis == "model")
-        held = math.prod(candidate.sizes[axis] for axis in axes if axis != "model")
+        axes = {axis: candidate.sizes[axis] for axis in axes_of(plan.entries[name].sharding.spec)}
+        own = size / axes.pop("model", 1)
+        held = math.prod(axes.values())
         for axis in axes_of_rows:  # two gathers and a scatter; or a sum of what is held
             times = 3 if axis in axes else 2 / held
             found += own * times * (1 - 1 / candidate.sizes[axis])

@@ -104,7 +104,7 @@ class Task:
         mesh = make_mesh(self.devices, topology=None, **family.sizes)
         made = family.options(self.model, mesh)
         split = [made[name].resolve(self.model, mesh) for name in ("plan", "optimizer_plan") if name in made]
-        axes = {axis for entry in split[0].entries.values() for axis in axes_of(entry.padded_spec)}
+        axes = {axis for entry in split[0].entries.values() for axis in axes_of(entry.sharding.spec)}
         if "model" in family.sizes and "model" not in axes:
             raise ValueError("nothing divides over model, and its devices would all do the same")
         return made, split[0], split[-1]

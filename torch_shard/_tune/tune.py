@@ -12,7 +12,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -114,7 +114,7 @@ def tune(
     tuning = _tuning(task, search, where)
     if not measure:
         return tuning
-    return measured_choices(tuning, lambda choice: task.step(choice.candidate), batch, default=search.default)
+    return _measured(tuning, task, search.default)
 
 
 def _tuning(task: Task, search: Search, where: str) -> Tuning:
@@ -168,13 +168,11 @@ def _check(minutes: float, measure: bool, options: Mapping[str, Any], topology: 
 BEST, STEPS = 3, 10
 
 
-def measured_choices(
-    tuning: Tuning, make: Callable[[Choice], TrainStep], batch: PyTree, *, default: Candidate
-) -> Tuning:
+def _measured(tuning: Tuning, task: Task, default: Candidate) -> Tuning:
     """Run the best choices and the default, and order them by the clock."""
     best = [c for c in tuning.choices if c in tuning.choices[:BEST] or c.candidate == default]
     fitting = [choice for choice in best if tuning.limit is None or choice.memory <= tuning.limit]
-    ran = [dataclasses.replace(choice, measured=_seconds(make(choice), batch)) for choice in fitting]
+    ran = [dataclasses.replace(own, measured=_seconds(task.step(own.candidate), task.batch)) for own in fitting]
     ran.sort(key=lambda choice: choice.measured or 0.0)
     return dataclasses.replace(tuning, choices=(*ran, *(c for c in tuning.choices if c not in fitting)))
 
