@@ -64,8 +64,9 @@ def test_what_does_not_fit_is_last_and_what_is_likely_too_large_is_compiled_last
     assert made.ranking()[-1] == DEFAULT
 
 
-def test_what_cannot_be_compiled_says_why_and_is_last():
-    found = {DEFAULT: Measured(compute=1.0), B: NotImplementedError("not this one."), C: Measured(refused="by XLA")}
+@pytest.mark.parametrize("error", [NotImplementedError, RuntimeError])
+def test_what_cannot_be_compiled_says_why_and_is_last(error):
+    found = {DEFAULT: Measured(compute=1.0), B: error("not this one."), C: Measured(refused="by XLA")}
     made, _ = search(found, {DEFAULT: 1.0, B: 0.5, C: 0.6})
     made.run()
     assert made.found[B].refused == "refused: not this one."

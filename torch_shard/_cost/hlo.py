@@ -164,12 +164,12 @@ class Hlo:
             return [(instruction.find(r"body=%?([\w.\-]+)") or "", self.trips(instruction))]
         if instruction.op not in ("call", "conditional"):
             return []
-        called = self.called(instruction)[:2]
+        called = self.called(instruction)
         # branches that do the same count once
         return [(name, 1.0) for name in {self._steps(name): name for name in called[::-1]}.values()]
 
-    def _steps(self, name: str) -> tuple[tuple[str, str], ...]:
-        return tuple((instruction.op, instruction.type) for instruction in self.computations[name])
+    def _steps(self, name: str) -> tuple[tuple[object, ...], ...]:
+        return tuple((step.op, step.type, *map(self._steps, self.called(step))) for step in self.computations[name])
 
     def operand(self, name: str) -> list[Array]:
         """The arrays of the result of that name."""

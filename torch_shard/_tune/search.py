@@ -111,7 +111,9 @@ class Search:
             logger.info("tune: compiling %s; %d compiled, %d s left", candidate, len(self.found), left)
             try:
                 job = self.prepare(candidate)
-            except (ValueError, NotImplementedError, TypeError) as error:
+            except Exception as error:
+                if candidate == self.default and not isinstance(error, ValueError | NotImplementedError | TypeError):
+                    raise  # of the model itself
                 self._take(candidate, _refused(error))
                 continue
             future = Future[Measured]()
