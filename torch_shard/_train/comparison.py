@@ -63,7 +63,8 @@ class Difference:
     def worst(self) -> float:
         """The larger of the two; nothing where float64 shows that they are rounding, which the model magnifies."""
         found = max(self.mesh, self.one_device or 0.0)
-        return 0.0 if self.in_float64 is not None and self.in_float64 <= MAGNIFIED * found else found
+        is_rounding = self.in_float64 is not None and self.in_float64 <= MAGNIFIED * found < math.inf
+        return 0.0 if is_rounding else found
 
 
 @dataclasses.dataclass(frozen=True)

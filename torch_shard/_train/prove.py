@@ -123,7 +123,7 @@ def _update(
     before, wanted, found = (array_of(value).astype(np.float64) for value in values)
     steps = np.abs(wanted - before)
     rounding = 4 * float(jnp.finfo(values[0].dtype).eps) * np.abs(before).max(initial=0)
-    counts = grad > max(least, _ROUNDED * grad.max(initial=0))
+    counts = (grad > max(least, _ROUNDED * grad.max(initial=0))) | (np.isfinite(found) != np.isfinite(wanted))
     apart = np.maximum(np.abs(wanted - found) - rounding, 0)[counts]
     largest = steps.max(initial=0)
     mesh = float(apart.max(initial=0) / largest) if largest else float(apart.max(initial=0))
