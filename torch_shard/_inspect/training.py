@@ -20,7 +20,6 @@ from torch_shard._optim import check_optimizer
 from torch_shard._sharding import LossFn, ShardingPlan, check_mesh, make_mesh
 from torch_shard._state import TrainState
 from torch_shard._train import (
-    ROUNDING,
     Comparison,
     Replay,
     TrainStep,
@@ -29,10 +28,10 @@ from torch_shard._train import (
     compared,
     differences,
     in_float64,
-    losses_in,
     make_train_step,
     numbers_of,
     precision_of,
+    rounding_of,
     told_apart,
 )
 
@@ -191,7 +190,6 @@ def _compare(training: Training, mesh: Mesh, plan: ShardingPlan) -> Comparison:
     name, reference = run.reference()
     is_random = run.step.draws_random
     rows = differences(reference, None if is_random else run.alone(), run.values)
-    tolerance = ROUNDING.get(training.dtype, 1e-4)
     if not is_random and training.dtype == torch.float32:
-        rows = told_apart(rows, tolerance, run.in_float64, lambda wide: _compare(wide, mesh, plan).rows)
-    return compared(rows, name, mesh, tolerance, losses_in(reference))
+        rows = told_apart(rows, run.in_float64, lambda wide: _compare(wide, mesh, plan).rows)
+    return compared(rows, name, mesh, rounding_of(training.dtype), reference)

@@ -4,7 +4,6 @@
 
 from torch_shard._train.apply_step import ApplyFn, ApplyStep
 from torch_shard._train.comparison import (
-    ROUNDING,
     Comparison,
     Difference,
     Values,
@@ -12,10 +11,10 @@ from torch_shard._train.comparison import (
     compared,
     differences,
     in_float64,
-    losses_in,
     numbers_of,
     precision_of,
     repeated_in_float64,
+    rounding_of,
     told_apart,
 )
 from torch_shard._train.compiled_step import Body, Task
