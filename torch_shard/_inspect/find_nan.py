@@ -32,9 +32,6 @@ NUM_MODULES = 20
 """How many modules before the place a report has."""
 
 
-_OF_MICROBATCH = ("batch", "constant", "forward", "backward")
-
-
 @dataclasses.dataclass(frozen=True)
 class NanReport:
     """Where a step stopped being finite, as `find_nan` found it; False if it did not.
@@ -110,8 +107,8 @@ class NanReport:
                 return "All values of this step are finite"
 
     def __str__(self) -> str:
-        part = f" (microbatch {self.microbatch + 1} of {self.num_microbatches})"
-        part = part if self.num_microbatches > 1 and self.place in _OF_MICROBATCH else ""
+        is_of_one = self.num_microbatches > 1 and self.place in ("batch", "constant", "forward", "backward")
+        part = f" (microbatch {self.microbatch + 1} of {self.num_microbatches})" * is_of_one
         lines = [f"{self.sentence}{part}."]
         lines += [f"  given {text}" for text in self.given]
         lines += self.notes
@@ -178,16 +175,15 @@ def find_nan(step: TrainStep, state: TrainState, batch: PyTree) -> NanReport:
 def replay(step: TrainStep, state: TrainState, placed: ShardedBatch) -> NanReport:
     """Look for the place in eager torch alone; `loss` is that of eager torch."""
     found = _replay(Replay(step.gradient_step, state, placed))
-    dtype = step.options.compute_dtype
-    if found.place in ("forward", "backward") and dtype is not None:
+    if found.place not in ("forward", "backward"):
+        return found
+    notes, dtype = [*found.notes], step.options.compute_dtype
+    if dtype is not None:
         precision = dataclasses.replace(step.options.precision, dtype=None)
         again = _replay(Replay(step.gradient_step, state, placed, precision=precision))
         words = "it is there as well" if again else f"all is finite, with the loss {again.loss:.6g}"
-        note = f"This is what eager torch has with compute_dtype={dtype}; without it, {words}."
-        found = dataclasses.replace(found, notes=(*found.notes, note))
-    if found.place in ("forward", "backward"):
-        found = dataclasses.replace(found, notes=(*found.notes, *_loop(step, found.module)))
-    return found
+        notes.append(f"This is what eager torch has with compute_dtype={dtype}; without it, {words}.")
+    return dataclasses.replace(found, notes=(*notes, *_loop(step, found.module)))
 
 
 def _replay(run: Replay) -> NanReport:
@@ -202,13 +198,12 @@ def _replay(run: Replay) -> NanReport:
             run.backward(loss)
             origin = look.of_gradients() or origin
         if origin is not None:
-            place = {"number": number, "num": len(run), "loss": losses[-1]}
-            return _report(look, origin, **place)
+            return _report(look, origin, number, len(run), losses[-1])
     mean = float(np.mean(losses))
     return NanReport(num_microbatches=len(run), loss=mean, eager_loss=mean)
 
 
-def _report(look: Origins, origin: Origin, *, number: int, num: int, loss: float) -> NanReport:
+def _report(look: Origins, origin: Origin, number: int, num: int, loss: float) -> NanReport:
     root = origin.root
     place: Place = {"call": "forward", "gradient": "backward", "asked": "forward"}.get(root.kind, root.kind)  # pyright: ignore
     ended = [look.modules.rows[at] for at in look.modules.with_gradient] if place == "backward" else look.modules.rows

@@ -51,8 +51,9 @@ class Origin:
     def root(self) -> "Origin":
         """The first of its causes; an infinity that is there on purpose is none."""
         cause = self.cause
-        on_purpose = cause is None or cause.kind == "asked" or (cause.kind in _INPUTS and cause.value[0] == "m")
-        return self if on_purpose or cause is None else cause.root
+        if cause is None or cause.kind == "asked" or (cause.kind in _INPUTS and cause.value == "minus infinity"):
+            return self
+        return cause.root
 
 
 class Origins(TorchFunctionMode):
@@ -104,7 +105,9 @@ class Origins(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "a call")
         if name in ("__get__", "__set__"):
             out = func(*args, **kwargs)
-            self._inherit(args, out)
+            if (known := self._origins.get(args[0])) is not None:  # what is read from a tensor: `.data`, `.T`
+                for tensor in tensors_of(out):
+                    self._origins.setdefault(tensor, known)
             return out
         given = tensors_of((args, kwargs))
         for tensor in given:
@@ -145,12 +148,6 @@ class Origins(TorchFunctionMode):
 
     def _place(self) -> tuple[str, str]:
         return self.modules.current, current_user_line()
-
-    def _inherit(self, args: PyTree, out: PyTree) -> None:
-        """Let what is read from a tensor (`.data`, `.T`) have its origin."""
-        if args and isinstance(args[0], torch.Tensor) and (known := self._origins.get(args[0])) is not None:
-            for tensor in tensors_of(out):
-                self._origins.setdefault(tensor, known)
 
     def _watch(self, node: Any, call: Callable[[str, Origin | None], Origin] | None) -> None:
         """Look at the derivatives of a call: its node of autograd, and those behind it that no call before had."""
