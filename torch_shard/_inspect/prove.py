@@ -30,6 +30,7 @@ from torch_shard._train import (
     Difference,
     Replay,
     Values,
+    beyond,
     compared,
     differences,
     repeated_in_float64,
@@ -78,9 +79,9 @@ def layouts_of(plans: PyTree, meshes: PyTree) -> list[Layout]:
         plans: As `ts.prove` takes them.
         meshes: As `ts.prove` takes them.
     """
-    chosen, usual = _plans(plans), {name: recipe for name, (recipe, _) in USUAL.items()}
+    chosen = _plans(plans)
     if meshes is None:
-        if own := [name for name in chosen if chosen[name] is not usual.get(name)]:
+        if own := [name for name in chosen if name not in USUAL]:
             raise ValueError(f"{caller()}: give meshes=[...] for the plans {', '.join(own)}: where they are to lie.")
         pairs = [(name, _usual_mesh(name)) for name in chosen]
     else:
@@ -146,7 +147,7 @@ class Proof:
     @property
     def holds(self) -> bool:
         """Whether every value is as close as rounding explains; what does not fit does not hold."""
-        return self.compared is not None and all(row.worst <= self.compared.tolerance for row in self.compared.rows)
+        return self.compared is not None and not beyond(self.compared.rows, self.compared.tolerance)
 
     def worst(self, kind: str | None = None) -> Difference | None:
         """Give the largest difference; None if there is no such value.
@@ -220,12 +221,10 @@ class Proofs(InNotebooks):
 
 def _said(row: Proof) -> str:
     """What is wrong with a row, in a line."""
-    if row.refused:
+    if row.compared is None:
         return f"does not fit: {row.refused.partition('. ')[0]}"
-    worst = row.worst()
-    beyond = [found for found in row.compared.rows if not found.worst <= row.compared.tolerance] if row.compared else []
-    more = f", and {len(beyond) - 1} more" if len(beyond) > 1 else ""
-    return f"{worst.kind} {worst.name} is {worst.worst:.1e} apart{more}" if worst else ""
+    first, *others = beyond(row.compared.rows, row.compared.tolerance)
+    return f"{first.kind} {first.name} is {first.worst:.1e} apart" + f", and {len(others)} more" * bool(others)
 
 
 EXACT = {torch.float32: 1e-5, torch.float64: 1e-10}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 import optax
@@ -57,10 +57,16 @@ class Training:
 
     def on(self, mesh: Mesh, plan: ShardingPlan, accumulate_steps: int = 1) -> Run:
         """Train by a step on a mesh, or on one device."""
-        how: dict[str, Any] = {"batch_spec": self.batch_spec, "compute_dtype": self.compute_dtype}
-        optimizer = _keeping_gradients(self.optimizers[0])
-        how |= {"mesh": mesh, "plan": plan, "accumulate_steps": accumulate_steps}
-        step = make_train_step(self.model, self.loss_fn, optimizer, **how)
+        step = make_train_step(
+            self.model,
+            self.loss_fn,
+            _keeping_gradients(self.optimizers[0]),
+            mesh=mesh,
+            plan=plan,
+            batch_spec=self.batch_spec,
+            compute_dtype=self.compute_dtype,
+            accumulate_steps=accumulate_steps,
+        )
         state, found = step.init(), list[Values]()
         # Accelerators round products of float32 by default, torch does not; metric objects count a run's own steps.
         with jax.default_matmul_precision("highest"), MetricCalls().noted():

@@ -8,6 +8,7 @@ from torch_shard._train.comparison import (
     Difference,
     Values,
     array_of,
+    beyond,
     compared,
     differences,
     in_float64,

@@ -109,11 +109,10 @@ class Comparison(InNotebooks):
         if rtol is not None:
             check_number("rtol", rtol)
         limit = self.tolerance if rtol is None else rtol
-        beyond = [row for row in self.rows if not row.worst <= limit]
-        if beyond:
-            lines = [f"  {row.kind} {row.name}: {_where(row)}" for row in beyond[:MAX_ROWS]]
+        if wrong := beyond(self.rows, limit):
+            lines = [f"  {row.kind} {row.name}: {_where(row)}" for row in wrong[:MAX_ROWS]]
             raise AssertionError(
-                f"{len(beyond)} of {len(self.rows)} values differ from {self.reference} by more than {limit:.0e} of "
+                f"{len(wrong)} of {len(self.rows)} values differ from {self.reference} by more than {limit:.0e} of "
                 f"their largest entry:\n" + "\n".join(lines)
             )
 
@@ -131,6 +130,11 @@ class Comparison(InNotebooks):
 
     def __str__(self) -> str:
         return printed(self, 110)
+
+
+def beyond(rows: Iterable[Difference], limit: float) -> list[Difference]:
+    """The rows that differ by more."""
+    return [row for row in rows if not row.worst <= limit]
 
 
 def _where(row: Difference) -> str:
@@ -205,7 +209,7 @@ def told_apart(
         widen: As `repeated_in_float64` takes it.
         compare: Gives the rows.
     """
-    if all(row.worst <= rounding_of(torch.float32) for row in rows):
+    if not beyond(rows, rounding_of(torch.float32)):
         return rows
     exact = {(row.kind, row.name): row.mesh for row in repeated_in_float64(widen, compare) or ()}
     return [dataclasses.replace(row, in_float64=exact.get((row.kind, row.name))) for row in rows]
