@@ -16,6 +16,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from torch_shard._capture import tensors_in
 from torch_shard._common.caller import public
 from torch_shard._common.files import replacing
 from torch_shard._common.printed import aligned
@@ -24,7 +25,7 @@ from torch_shard._common.validate import check_kind
 from torch_shard._inspect.origins import Origin, Origins
 from torch_shard._loss import array_paths, flatten_batch
 from torch_shard._state import TrainState, as_arrays, check_state, global_norm
-from torch_shard._train import ModuleStats, Numbers, Replay, ShardedBatch, TrainStep, array_of, tensors_of
+from torch_shard._train import ModuleStats, Numbers, Replay, ShardedBatch, TrainStep, array_of
 
 Place = Literal["", "batch", "parameter", "buffer", "constant", "forward", "backward", "norm", "update", "step"]
 
@@ -189,7 +190,7 @@ def replay(step: TrainStep, state: TrainState, placed: ShardedBatch) -> NanRepor
 def _replay(run: Replay) -> NanReport:
     losses = list[float]()
     for number, batch in enumerate(run):
-        look = Origins(run.model, dict(zip(array_paths(batch), tensors_of(batch), strict=False)))
+        look = Origins(run.model, dict(zip(array_paths(batch), tensors_in(batch), strict=False)))
         with look.modules.active(), look:
             loss, _ = run.forward(batch)
         losses.append(float(loss.detach()))

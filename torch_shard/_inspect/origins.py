@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torch_shard._capture import current_user_line
+from torch_shard._capture import current_user_line, tensors_in
 from torch_shard._common.types import PyTree
-from torch_shard._train import ModuleCalls, numbers_in, tensors_of, unseen
+from torch_shard._train import ModuleCalls, numbers_in, unseen
 
 _INPUTS = ("batch", "buffer", "constant")  # which may hold minus infinity on purpose, as a mask does
 
@@ -106,10 +106,10 @@ class Origins(TorchFunctionMode):
         if name in ("__get__", "__set__"):
             out = func(*args, **kwargs)
             if (known := self._origins.get(args[0])) is not None:  # what is read from a tensor: `.data`, `.T`
-                for tensor in tensors_of(out):
+                for tensor in tensors_in(out):
                     self._origins.setdefault(tensor, known)
             return out
-        given = tensors_of((args, kwargs))
+        given = tensors_in((args, kwargs))
         for tensor in given:
             self._watch(tensor.grad_fn, None)
         origins = [(tensor, self.of(tensor)) for tensor in given]
@@ -120,7 +120,7 @@ class Origins(TorchFunctionMode):
         call = functools.partial(self._call, name, [tensor for tensor in given if id(tensor) not in changed])
         for tensor in given:
             self._watch(tensor.grad_fn, call)
-        for tensor in (*tensors_of(out), *written):
+        for tensor in (*tensors_in(out), *written):
             self._note(tensor, bad, (args, kwargs), call)
         return out
 
@@ -163,12 +163,12 @@ class Origins(TorchFunctionMode):
             waiting += [following for following, _ in node.next_functions]
 
     def _look(self, node: Any, grads: PyTree, cotangents: PyTree) -> None:
-        values = [value for grad in tensors_of(grads) if (value := _what(grad)) is not None]
+        values = [value for grad in tensors_in(grads) if (value := _what(grad)) is not None]
         if not values or node in self._bad:
             return
-        was_finite = all(_what(cotangent) is None for cotangent in tensors_of(cotangents))
+        was_finite = all(_what(cotangent) is None for cotangent in tensors_in(cotangents))
         saved = [(n.removeprefix("_saved_"), getattr(node, n, None)) for n in dir(node) if n.startswith("_saved_")]
-        given = [f"the gradient that arrives: {_describe(t)}" for t in tensors_of(cotangents)]
+        given = [f"the gradient that arrives: {_describe(t)}" for t in tensors_in(cotangents)]
         given += [f"{name}: {_describe(t)}" for name, t in saved if isinstance(t, torch.Tensor) and t.ndim]
         value = "NaN" if "NaN" in values else values[0]
         order = len(self.modules.with_gradient)

@@ -12,19 +12,13 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils import _pytree as torch_pytree
 
+from torch_shard._capture import tensors_in
 from torch_shard._common.caller import error_prefix
 from torch_shard._common.printed import MARGIN, Picture, aligned, save_svg, width_of
-from torch_shard._common.types import PyTree
 from torch_shard._state import TrainState
 from torch_shard._train.placing import ShardedBatch
 from torch_shard._train.replay import GradientStep, Replay
-
-
-def tensors_of(values: PyTree) -> list[torch.Tensor]:
-    """The tensors in a pytree."""
-    return [leaf for leaf in torch_pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def numbers_in(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -192,7 +186,7 @@ class ModuleCalls:
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
         name, at = self._running.pop(), len(self.rows)
-        found = next(((t, numbers) for t in tensors_of(output) if (numbers := Numbers.of(t))), None)
+        found = next(((t, numbers) for t in tensors_in(output) if (numbers := Numbers.of(t))), None)
         if found is None:
             return
         tensor, numbers = found
