@@ -111,16 +111,22 @@ class Origins(TorchFunctionMode):
             return out
         given = tensors_in((args, kwargs))
         for tensor in given:
-            self._watch(tensor.grad_fn, None)
+            self._watch(tensor.grad_fn)
         origins = [(tensor, self.of(tensor)) for tensor in given]
         out = func(*args, **kwargs)
         written = [tensor for tensor, origin in origins if _what(tensor) != (origin and origin.value)]
         bad = [origin for _, origin in origins if origin is not None]
         changed = {*self._buffers, *map(id, written)}  # batch_norm writes to buffers, and says so to nobody
-        call = functools.partial(self._call, name, [tensor for tensor in given if id(tensor) not in changed])
-        for tensor in given:
-            self._watch(tensor.grad_fn, call)
-        for tensor in (*tensors_in(out), *written):
+        unchanged = [tensor for tensor in given if id(tensor) not in changed]
+
+        def call(value: str, cause: Origin | None) -> Origin:
+            shown = tuple(map(_describe, unchanged))
+            return Origin("call", name, value, *self._place(), shown, len(self.modules.rows), cause)
+
+        results = [*tensors_in(out), *written]
+        for tensor in (*given, *results):
+            self._watch(tensor.grad_fn, name)
+        for tensor in results:
             self._note(tensor, bad, (args, kwargs), call)
         return out
 
@@ -128,7 +134,6 @@ class Origins(TorchFunctionMode):
         self, tensor: torch.Tensor, bad: list[Origin], given: PyTree, call: Callable[[str, Origin | None], Origin]
     ) -> None:
         """Note where a result of a call has its values from."""
-        self._watch(tensor.grad_fn, call)
         if (value := _what(tensor)) is None:
             return
         if value == "NaN":
@@ -142,23 +147,18 @@ class Origins(TorchFunctionMode):
         else:
             self._origins[tensor] = call(value, None)
 
-    def _call(self, name: str, given: list[torch.Tensor], value: str, cause: Origin | None) -> Origin:
-        shown = tuple(map(_describe, given))
-        return Origin("call", name, value, *self._place(), given=shown, order=len(self.modules.rows), cause=cause)
-
     def _place(self) -> tuple[str, str]:
         return self.modules.current, current_user_line()
 
-    def _watch(self, node: Any, call: Callable[[str, Origin | None], Origin] | None) -> None:
+    def _watch(self, node: Any, name: str = "") -> None:
         """Look at the derivatives of a call: its node of autograd, and those behind it that no call before had."""
         waiting = [node]
         while waiting:
             node = waiting.pop()
             if node is None or node in self._places or hasattr(node, "variable"):
                 continue
-            name = node.name().removesuffix("Backward0") if call is None else None
-            made = Origin("gradient", name or "", "NaN", *self._place()) if call is None else call("NaN", None)
-            self._places[node] = dataclasses.replace(made, kind="gradient", given=())
+            operator = name or node.name().removesuffix("Backward0")
+            self._places[node] = Origin("gradient", operator, "NaN", *self._place())
             node.register_hook(functools.partial(self._look, node))
             waiting += [following for following, _ in node.next_functions]
 
