@@ -1,6 +1,7 @@
 """The user's own proof: it holds for what is right, and finds what is planted."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import nn
 import torch_shard as ts
 from tests.oracles.processes import run_processes
 from tests.tables.cases import CASE, make_mesh, squared_error
-from torch_shard._train.comparison import Comparison, _apart
+from torch_shard._train.comparison import Comparison, Difference, _apart
 
 MESH = {"mesh": make_mesh((4, 2))}
 
@@ -58,8 +59,12 @@ def test_a_wrong_gradient_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 class Device(nn.Module):
     """Gives another value in a compiled program than in eager torch, through JAX."""
 
+    def __init__(self, factor: Callable[[Any], float] = lambda dtype: 1.5) -> None:
+        super().__init__()
+        self.factor = factor
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if type(x) is torch.Tensor else ts.call_jax(lambda a: a * 1.5, x)
+        return x if type(x) is torch.Tensor else ts.call_jax(lambda a: a * self.factor(a.dtype), x)
 
 
 def test_a_difference_is_found_printed_and_raised() -> None:
@@ -71,6 +76,13 @@ def test_a_difference_is_found_printed_and_raised() -> None:
     with pytest.raises(AssertionError, match=r"gradient 0.weight: \d.* on one device, \d.* on the mesh"):
         found.raise_if_different()
     rich.print(found)
+
+
+def test_what_is_finite_on_one_side_alone_is_no_rounding() -> None:
+    found = compare(linear(Device(lambda dtype: 1.0 if dtype == np.float64 else math.nan)))
+    with pytest.raises(AssertionError, match="loss loss: inf on one device, inf on the mesh"):
+        found.raise_if_different()
+    assert all(Difference("loss", "loss", 1, None, math.inf, wide).worst == math.inf for wide in (0.0, 0.5, math.inf))
 
 
 def test_random_losses_compare_one_device_with_the_mesh() -> None:

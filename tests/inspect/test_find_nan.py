@@ -99,7 +99,7 @@ def test_the_modules_before_are_shown_with_their_largest_entries():
     assert [m.name for m in report.before][-2:] == ["layers.1", "layers.2.inner"]
     for layer in model.layers[:2]:
         x = layer(x)
-    assert report.before[-2].largest == pytest.approx(x.abs().max().item())
+    assert report.before[-2].output.largest == pytest.approx(x.abs().max().item())
     assert "layers.2 as iteration 1 of a loop over 3 layers" in " ".join(report.notes)
 
 

@@ -607,7 +607,7 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "prove": {
         "prove(model=None)": "TypeError: prove: model must be a Module, got NoneType.",
-        'prove(model=Net().to("meta"))': "ValueError: prove: layer.weight is on the meta device. A proof needs values",
+        'prove(model=Net().to("meta"))': "ValueError: prove: layer.weight, layer.bias on the meta device, so without values. Give the model values",
         "prove(loss_fn=None)": "TypeError: prove: loss_fn must be a Callable, got NoneType.",
         "prove(steps=0)": "ValueError: prove: steps must be a positive integer, got 0.",
         'prove(plans="fdsp")': "ValueError: prove: plans has 'fdsp', which is none of 'dp', 'fsdp', 'hsdp', 'fsdp_tp',",

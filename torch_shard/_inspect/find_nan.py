@@ -16,23 +16,21 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from torch_shard._capture import tensors_in
 from torch_shard._common.caller import public
 from torch_shard._common.files import replacing
 from torch_shard._common.printed import aligned
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
-from torch_shard._inspect.origins import ModuleValue, Origin, Origins
+from torch_shard._inspect.origins import Origin, Origins
 from torch_shard._loss import array_paths, flatten_batch
 from torch_shard._state import TrainState, as_arrays, check_state, global_norm
-from torch_shard._train import Replay, ShardedBatch, TrainStep, array_of, tensors_of
+from torch_shard._train import ModuleStats, Numbers, Replay, ShardedBatch, TrainStep, array_of
 
 Place = Literal["", "batch", "parameter", "buffer", "constant", "forward", "backward", "norm", "update", "step"]
 
 NUM_MODULES = 20
 """How many modules before the place a report has."""
-
-
-_OF_MICROBATCH = ("batch", "constant", "forward", "backward")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +75,7 @@ class NanReport:
     given: tuple[str, ...] = ()
     microbatch: int = 0
     num_microbatches: int = 1
-    before: tuple[ModuleValue, ...] = ()
+    before: tuple[ModuleStats, ...] = ()
     loss: float = math.nan
     eager_loss: float = math.nan
     notes: tuple[str, ...] = ()
@@ -110,22 +108,23 @@ class NanReport:
                 return "All values of this step are finite"
 
     def __str__(self) -> str:
-        part = f" (microbatch {self.microbatch + 1} of {self.num_microbatches})"
-        part = part if self.num_microbatches > 1 and self.place in _OF_MICROBATCH else ""
+        is_of_one = self.num_microbatches > 1 and self.place in ("batch", "constant", "forward", "backward")
+        part = f" (microbatch {self.microbatch + 1} of {self.num_microbatches})" * is_of_one
         lines = [f"{self.sentence}{part}."]
         lines += [f"  given {text}" for text in self.given]
         lines += self.notes
         if self.before:
             what = "gradients of modules" if self.place == "backward" else "modules"
             lines += ["", f"The {what} before it, the last one last:"]
-            rows = [(m.name, m.kind, f"{m.shape} {str(m.dtype)[6:]}", _largest(m)) for m in self.before]
+            rows = [_row(m, m.gradient if self.place == "backward" else m.output) for m in self.before]
             lines += [f"  {line}" for line in aligned(rows)]
         lines += ["", f"Loss: {self.loss:.6g} in the step, {self.eager_loss:.6g} in eager torch on the CPU."]
         return "\n".join(lines)
 
 
-def _largest(value: ModuleValue) -> str:
-    return f"largest {value.largest:.4g}" + ("" if value.finite else ", and some not finite")
+def _row(module: ModuleStats, numbers: Numbers | None) -> tuple[str, ...]:
+    about = (f"{numbers.shape} {str(numbers.dtype)[6:]}", f"largest {numbers.largest:.4g}") if numbers else ("", "")
+    return module.name, module.kind, *about
 
 
 @public
@@ -177,41 +176,38 @@ def find_nan(step: TrainStep, state: TrainState, batch: PyTree) -> NanReport:
 def replay(step: TrainStep, state: TrainState, placed: ShardedBatch) -> NanReport:
     """Look for the place in eager torch alone; `loss` is that of eager torch."""
     found = _replay(Replay(step.gradient_step, state, placed))
-    dtype = step.options.compute_dtype
-    if found.place in ("forward", "backward") and dtype is not None:
+    if found.place not in ("forward", "backward"):
+        return found
+    notes, dtype = [*found.notes], step.options.compute_dtype
+    if dtype is not None:
         precision = dataclasses.replace(step.options.precision, dtype=None)
         again = _replay(Replay(step.gradient_step, state, placed, precision=precision))
         words = "it is there as well" if again else f"all is finite, with the loss {again.loss:.6g}"
-        note = f"This is what eager torch has with compute_dtype={dtype}; without it, {words}."
-        found = dataclasses.replace(found, notes=(*found.notes, note))
-    if found.place in ("forward", "backward"):
-        found = dataclasses.replace(found, notes=(*found.notes, *_loop(step, found.module)))
-    return found
+        notes.append(f"This is what eager torch has with compute_dtype={dtype}; without it, {words}.")
+    return dataclasses.replace(found, notes=(*notes, *_loop(step, found.module)))
 
 
 def _replay(run: Replay) -> NanReport:
     losses = list[float]()
     for number, batch in enumerate(run):
-        look = Origins(run.model, dict(zip(array_paths(batch), tensors_of(batch), strict=False)))
-        with look.active():
+        look = Origins(run.model, dict(zip(array_paths(batch), tensors_in(batch), strict=False)))
+        with look.modules.active(), look:
             loss, _ = run.forward(batch)
         losses.append(float(loss.detach()))
         origin = look.of(loss) or next(filter(None, map(look.of, run.model.buffers())), None)
         if origin is None or math.isfinite(losses[-1]):
-            with look.active(forward=False):
-                run.backward(loss)
+            run.backward(loss)
             origin = look.of_gradients() or origin
         if origin is not None:
-            place = {"number": number, "num": len(run), "loss": losses[-1]}
-            return _report(look, origin, **place)
+            return _report(look, origin, number, len(run), losses[-1])
     mean = float(np.mean(losses))
     return NanReport(num_microbatches=len(run), loss=mean, eager_loss=mean)
 
 
-def _report(look: Origins, origin: Origin, *, number: int, num: int, loss: float) -> NanReport:
+def _report(look: Origins, origin: Origin, number: int, num: int, loss: float) -> NanReport:
     root = origin.root
     place: Place = {"call": "forward", "gradient": "backward", "asked": "forward"}.get(root.kind, root.kind)  # pyright: ignore
-    before = (look.backward if place == "backward" else look.forward)[: root.order]
+    ended = [look.modules.rows[at] for at in look.modules.with_gradient] if place == "backward" else look.modules.rows
     notes = [] if root.kind != "asked" else ["The code writes this infinity, and nothing takes it away again."]
     if root is not origin:
         notes.append(f"The first {origin.value} is a result of {origin.name} in {origin.module} ({origin.line}).")
@@ -227,7 +223,7 @@ def _report(look: Origins, origin: Origin, *, number: int, num: int, loss: float
         given=root.given,
         microbatch=number,
         num_microbatches=num,
-        before=tuple(before[-NUM_MODULES:]),
+        before=tuple(ended[: root.order][-NUM_MODULES:]),
         loss=loss,
         eager_loss=loss,
         notes=tuple(notes),

@@ -211,19 +211,14 @@ def paint(heading: str, grids: Iterable[Grid]) -> str:
         width = max(above, cell_width * max(map(len, grid.rows)))
         if x > MARGIN and x + width > MAX_WIDTH:
             x, y = MARGIN, picture.height + SPACE
-        below = _names(picture, x, y, [*lines, ("", grid.spec)] if grid.spec else lines, kinds_at)
+        below = y
+        for name, kind in [*lines, ("", grid.spec)] if grid.spec else lines:
+            picture.text(name, x, below + LINE / 2, size=NAME, style="text bold")
+            picture.text(kind, x + (kinds_at if name else 0), below + LINE / 2, size=PLAIN, style="faint")
+            below += LINE
         _cells(picture, x, below + GAP, grid, cell_width)
         x += width + SPACE
     return str(picture)
-
-
-def _names(picture: Picture, x: float, y: float, lines: list[tuple[str, str]], kinds_at: float) -> float:
-    """Write names with what they are, and the spec; give where the next line would be."""
-    for name, kind in lines:
-        picture.text(name, x, y + LINE / 2, size=NAME, style="text bold")
-        picture.text(kind, x + (kinds_at if name else 0), y + LINE / 2, size=PLAIN, style="faint")
-        y += LINE
-    return y
 
 
 def _cells(picture: Picture, x: float, y: float, grid: Grid, cell_width: float) -> None:

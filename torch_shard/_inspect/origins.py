@@ -3,11 +3,10 @@
 # PyTorch annotates some of its functions in part.
 # pyright: reportUnknownMemberType=false
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torch_shard._capture import current_user_line
+from torch_shard._capture import current_user_line, tensors_in
 from torch_shard._common.types import PyTree
-from torch_shard._train import ModuleCalls, numbers_in, tensors_of
+from torch_shard._train import ModuleCalls, numbers_in, unseen
 
 _INPUTS = ("batch", "buffer", "constant")  # which may hold minus infinity on purpose, as a mask does
 
@@ -52,58 +51,26 @@ class Origin:
     def root(self) -> "Origin":
         """The first of its causes; an infinity that is there on purpose is none."""
         cause = self.cause
-        on_purpose = cause is None or cause.kind == "asked" or (cause.kind in _INPUTS and cause.value[0] == "m")
-        return self if on_purpose or cause is None else cause.root
-
-
-@dataclasses.dataclass(frozen=True)
-class ModuleValue:
-    """What a module returned, or the gradient of that.
-
-    Attributes:
-        name: Of the module in the model, such as "layers.17.mlp".
-        kind: Its class.
-        shape: Of its first tensor.
-        dtype: Of its first tensor.
-        largest: Largest absolute entry of those that are finite.
-        finite: Whether all are.
-    """
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    largest: float
-    finite: bool
+        if cause is None or cause.kind == "asked" or (cause.kind in _INPUTS and cause.value == "minus infinity"):
+            return self
+        return cause.root
 
 
 class Origins(TorchFunctionMode):
-    """Follows values that are not finite through the calls of torch, and through their derivatives."""
+    """Follows values that are not finite through the calls of torch within, and through their derivatives."""
 
     def __init__(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
         super().__init__()
-        self._modules = ModuleCalls(model, self._left)
+        self.modules = ModuleCalls(model)
         self._origins = WeakTensorKeyDictionary()
         self._places: dict[Any, Origin] = {}
         self._bad: dict[Any, tuple[Origin, bool]] = {}
         """Nodes of autograd that gave a gradient that is not finite, in order; and whether what arrived was finite."""
-        self._is_forward = True
         self._params, self._buffers = dict(model.named_parameters()), set(map(id, model.buffers()))
-        self.forward: list[ModuleValue] = []
-        """What modules returned, in the order in which they ended."""
-        self.backward: list[ModuleValue] = []
-        """Their gradients, in the order in which they came."""
         for kind, held in (("parameter", self._params), ("buffer", dict(model.named_buffers())), ("batch", batch)):
             for name, tensor in held.items():
                 if (value := _what(tensor)) is not None:
                     self._origins[tensor] = Origin(kind, name, value)
-
-    @contextlib.contextmanager
-    def active(self, *, forward: bool = True) -> Iterator[None]:
-        """Follow the calls within, or the derivatives: what a checkpoint computes again there is no new call."""
-        self._is_forward = forward
-        with self._modules.active(), self:
-            yield
 
     def of(self, tensor: torch.Tensor) -> Origin | None:
         """Where the values of a tensor that are not finite came from; None if all are finite."""
@@ -114,7 +81,7 @@ class Origins(TorchFunctionMode):
         if known is None:
             node = tensor.grad_fn
             kind, name = ("constant", "a tensor that no call made") if node is None else ("call", node.name())
-            known = self._origins[tensor] = Origin(kind, name, value, *self._place(), order=len(self.forward))
+            known = self._origins[tensor] = Origin(kind, name, value, *self._place(), order=len(self.modules.rows))
         return known
 
     def of_gradients(self) -> Origin | None:
@@ -136,22 +103,30 @@ class Origins(TorchFunctionMode):
         self, func: Callable[..., Any], types: object, args: PyTree = (), kwargs: PyTree = None
     ) -> PyTree:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "a call")
-        if name in ("__get__", "__set__", "backward") or not self._is_forward:
+        if name in ("__get__", "__set__"):
             out = func(*args, **kwargs)
-            self._inherit(args, out)
+            if (known := self._origins.get(args[0])) is not None:  # what is read from a tensor: `.data`, `.T`
+                for tensor in tensors_in(out):
+                    self._origins.setdefault(tensor, known)
             return out
-        given = tensors_of((args, kwargs))
+        given = tensors_in((args, kwargs))
         for tensor in given:
-            self._watch(tensor.grad_fn, None)
+            self._watch(tensor.grad_fn)
         origins = [(tensor, self.of(tensor)) for tensor in given]
         out = func(*args, **kwargs)
         written = [tensor for tensor, origin in origins if _what(tensor) != (origin and origin.value)]
         bad = [origin for _, origin in origins if origin is not None]
         changed = {*self._buffers, *map(id, written)}  # batch_norm writes to buffers, and says so to nobody
-        call = functools.partial(self._call, name, [tensor for tensor in given if id(tensor) not in changed])
-        for tensor in given:
-            self._watch(tensor.grad_fn, call)
-        for tensor in (*tensors_of(out), *written):
+        unchanged = [tensor for tensor in given if id(tensor) not in changed]
+
+        def call(value: str, cause: Origin | None) -> Origin:
+            shown = tuple(map(_describe, unchanged))
+            return Origin("call", name, value, *self._place(), shown, len(self.modules.rows), cause)
+
+        results = [*tensors_in(out), *written]
+        for tensor in (*given, *results):
+            self._watch(tensor.grad_fn, name)
+        for tensor in results:
             self._note(tensor, bad, (args, kwargs), call)
         return out
 
@@ -159,7 +134,6 @@ class Origins(TorchFunctionMode):
         self, tensor: torch.Tensor, bad: list[Origin], given: PyTree, call: Callable[[str, Origin | None], Origin]
     ) -> None:
         """Note where a result of a call has its values from."""
-        self._watch(tensor.grad_fn, call)
         if (value := _what(tensor)) is None:
             return
         if value == "NaN":
@@ -173,78 +147,38 @@ class Origins(TorchFunctionMode):
         else:
             self._origins[tensor] = call(value, None)
 
-    def _call(self, name: str, given: list[torch.Tensor], value: str, cause: Origin | None) -> Origin:
-        shown = tuple(map(_describe, given))
-        return Origin("call", name, value, *self._place(), given=shown, order=len(self.forward), cause=cause)
-
     def _place(self) -> tuple[str, str]:
-        return self._modules.current, current_user_line()
+        return self.modules.current, current_user_line()
 
-    def _inherit(self, args: PyTree, out: PyTree) -> None:
-        """Let what is read from a tensor (`.data`, `.T`) have its origin."""
-        if args and isinstance(args[0], torch.Tensor) and (known := self._origins.get(args[0])) is not None:
-            for tensor in tensors_of(out):
-                self._origins.setdefault(tensor, known)
-
-    def _watch(self, node: Any, call: Callable[[str, Origin | None], Origin] | None) -> None:
+    def _watch(self, node: Any, name: str = "") -> None:
         """Look at the derivatives of a call: its node of autograd, and those behind it that no call before had."""
         waiting = [node]
         while waiting:
             node = waiting.pop()
             if node is None or node in self._places or hasattr(node, "variable"):
                 continue
-            name = node.name().removesuffix("Backward0") if call is None else None
-            made = Origin("gradient", name or "", "NaN", *self._place()) if call is None else call("NaN", None)
-            self._places[node] = dataclasses.replace(made, kind="gradient", given=())
+            operator = name or node.name().removesuffix("Backward0")
+            self._places[node] = Origin("gradient", operator, "NaN", *self._place())
             node.register_hook(functools.partial(self._look, node))
             waiting += [following for following, _ in node.next_functions]
 
     def _look(self, node: Any, grads: PyTree, cotangents: PyTree) -> None:
-        values = [value for grad in tensors_of(grads) if (value := _what(grad)) is not None]
+        values = [value for grad in tensors_in(grads) if (value := _what(grad)) is not None]
         if not values or node in self._bad:
             return
-        was_finite = all(_what(cotangent) is None for cotangent in tensors_of(cotangents))
+        was_finite = all(_what(cotangent) is None for cotangent in tensors_in(cotangents))
         saved = [(n.removeprefix("_saved_"), getattr(node, n, None)) for n in dir(node) if n.startswith("_saved_")]
-        given = [f"the gradient that arrives: {_describe(t)}" for t in tensors_of(cotangents)]
+        given = [f"the gradient that arrives: {_describe(t)}" for t in tensors_in(cotangents)]
         given += [f"{name}: {_describe(t)}" for name, t in saved if isinstance(t, torch.Tensor) and t.ndim]
         value = "NaN" if "NaN" in values else values[0]
-        origin = dataclasses.replace(self._places[node], value=value, given=tuple(given), order=len(self.backward))
+        order = len(self.modules.with_gradient)
+        origin = dataclasses.replace(self._places[node], value=value, given=tuple(given), order=order)
         if not was_finite:
             origin.given = (*origin.given, "what arrives is a sum of gradients, or a hook has changed it")
         self._bad[node] = origin, was_finite
 
-    def _left(self, name: str, kind: str, outputs: list[torch.Tensor]) -> None:
-        if not self._is_forward or not outputs:
-            return
-        self.forward.append(_value_of(name, kind, outputs))
 
-        def arrived(grad: torch.Tensor) -> None:
-            self.backward.append(_value_of(name, kind, [grad]))
-
-        for tensor in outputs:
-            if tensor.requires_grad:
-                tensor.register_hook(arrived)
-
-
-@contextlib.contextmanager
-def _unseen() -> Iterator[None]:
-    """Operators within are neither calls of the user's nor recorded for derivatives."""
-    with torch.no_grad(), torch._C.DisableTorchFunction():
-        yield
-
-
-@_unseen()
-def _value_of(name: str, kind: str, tensors: list[torch.Tensor]) -> ModuleValue:
-    """Look at what a module returned, one tensor or more."""
-    numbers = [numbers.abs() for t in tensors if (numbers := numbers_in(t)) is not None]
-    finite = [n.isfinite() for n in numbers]
-    largest = [float(torch.where(ok, n, 0).max()) for n, ok in zip(numbers, finite, strict=True)]
-    shape = () if tensors[0].is_nested else tuple(tensors[0].shape)
-    everywhere = all(bool(ok.all()) for ok in finite)
-    return ModuleValue(name, kind, shape, tensors[0].dtype, max(largest, default=0.0), everywhere)
-
-
-@_unseen()
+@unseen()
 def _describe(tensor: torch.Tensor) -> str:
     """A tensor in a few words: shape, dtype, and from where to where its entries go."""
     said, numbers = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}", numbers_in(tensor)
@@ -257,7 +191,7 @@ def _describe(tensor: torch.Tensor) -> str:
     return said + (f", {wrong} of {numbers.numel()} entries not finite" if wrong else "")
 
 
-@_unseen()
+@unseen()
 def _what(tensor: torch.Tensor) -> str | None:
     """The worst that is in a tensor; None if all is finite."""
     numbers = numbers_in(tensor)

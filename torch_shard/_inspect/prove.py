@@ -26,15 +26,15 @@ from torch_shard._optim import adamw
 from torch_shard._plans import expert, fsdp, fsdp_tp, hsdp, pipeline, quietly, replicated, tp
 from torch_shard._sharding import LossFn, ShardingPlan, check_mesh, describe_mesh, make_mesh
 from torch_shard._train import (
-    ROUNDING,
     Comparison,
     Difference,
     Replay,
     Values,
+    beyond,
     compared,
     differences,
-    losses_in,
     repeated_in_float64,
+    rounding_of,
 )
 
 MICROBATCHES = 2
@@ -48,10 +48,6 @@ Layout = tuple[str, Mesh, ShardingPlan | Recipe]
 """The name of a plan, its devices, and the plan, or the recipe that makes it."""
 
 
-def _in_stages(recipe: Recipe, model: torch.nn.Module, mesh: Mesh) -> ShardingPlan:
-    return pipeline(recipe(model, mesh))
-
-
 USUAL: Mapping[str, tuple[Recipe, Mapping[str, int]]] = {
     "dp": (replicated, {"batch": 0}),
     "fsdp": (fsdp, {"batch": 0}),
@@ -60,8 +56,8 @@ USUAL: Mapping[str, tuple[Recipe, Mapping[str, int]]] = {
     "tp_sequence": (functools.partial(fsdp_tp, sequence=True), {"batch": 2, "model": 0}),
     "context": (functools.partial(fsdp_tp, tp=None, context="context"), {"batch": 2, "context": 0}),
     "expert": (expert, {"batch": 2, "model": 0}),
-    "stage": (functools.partial(_in_stages, replicated), {"batch": 0, "stage": 2}),
-    "stage_tp": (functools.partial(_in_stages, tp), {"batch": 0, "stage": 2, "model": 2}),
+    "stage": (lambda model, mesh: pipeline(replicated(model, mesh)), {"batch": 0, "stage": 2}),
+    "stage_tp": (lambda model, mesh: pipeline(tp(model, mesh)), {"batch": 0, "stage": 2, "model": 2}),
 }
 """Recipes and sizes of axes: of an odd number of devices 1 in place of 2; 0 is what is left of them."""
 
@@ -83,9 +79,9 @@ def layouts_of(plans: PyTree, meshes: PyTree) -> list[Layout]:
         plans: As `ts.prove` takes them.
         meshes: As `ts.prove` takes them.
     """
-    chosen, usual = _plans(plans), {name: recipe for name, (recipe, _) in USUAL.items()}
+    chosen = _plans(plans)
     if meshes is None:
-        if own := [name for name in chosen if chosen[name] is not usual.get(name)]:
+        if own := [name for name in chosen if name not in USUAL]:
             raise ValueError(f"{caller()}: give meshes=[...] for the plans {', '.join(own)}: where they are to lie.")
         pairs = [(name, _usual_mesh(name)) for name in chosen]
     else:
@@ -151,7 +147,7 @@ class Proof:
     @property
     def holds(self) -> bool:
         """Whether every value is as close as rounding explains; what does not fit does not hold."""
-        return self.compared is not None and all(row.worst <= self.compared.tolerance for row in self.compared.rows)
+        return self.compared is not None and not beyond(self.compared.rows, self.compared.tolerance)
 
     def worst(self, kind: str | None = None) -> Difference | None:
         """Give the largest difference; None if there is no such value.
@@ -225,12 +221,10 @@ class Proofs(InNotebooks):
 
 def _said(row: Proof) -> str:
     """What is wrong with a row, in a line."""
-    if row.refused:
+    if row.compared is None:
         return f"does not fit: {row.refused.partition('. ')[0]}"
-    worst = row.worst()
-    beyond = [found for found in row.compared.rows if not found.worst <= row.compared.tolerance] if row.compared else []
-    more = f", and {len(beyond) - 1} more" if len(beyond) > 1 else ""
-    return f"{worst.kind} {worst.name} is {worst.worst:.1e} apart{more}" if worst else ""
+    first, *others = beyond(row.compared.rows, row.compared.tolerance)
+    return f"{first.kind} {first.name} is {first.worst:.1e} apart" + f", and {len(others)} more" * bool(others)
 
 
 EXACT = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -314,11 +308,6 @@ def prove(
     model = check_module("model", model)
     check_loss_fn(loss_fn)
     check_count("steps", steps)
-    if meta := [name for name, p in model.named_parameters() if p.is_meta]:
-        raise ValueError(
-            f"prove: {meta[0]} is on the meta device. A proof needs values: build a small model on the CPU, with "
-            "random ones."
-        )
     default = adamw(**_ADAMW), functools.partial(torch.optim.AdamW, **_ADAMW)
     optimizers = check_optimizers(optimizer, torch_optimizer, default)
     training = Training(model, loss_fn, [batch] * steps, optimizers, compute_dtype, batch_spec)
@@ -330,7 +319,7 @@ def prove(
         chosen = [layouts[at] for at in again]
         exact = repeated_in_float64(run.in_float64, lambda wide: _rows(wide, chosen, is_usual=is_usual)[0])
         for at, row in zip(again, exact or (), strict=False):
-            rows[at] = row
+            rows[at] = rows[at] if row.refused else row  # what float64 alone refuses says nothing of float32
     reference = next(row.compared.reference for row in rows if row.compared is not None)
     return Proofs(tuple(rows), reference, steps)
 
@@ -354,7 +343,7 @@ def _rows(training: Training, layouts: Sequence[Layout], *, is_usual: bool) -> t
             known[parts] = *run.reference(), *_limits(run)
             runs.append(run)
         name, reference, tolerance, dtype = known[parts]
-        found = compared(differences(reference, None, run.values), name, mesh, tolerance, losses_in(reference))
+        found = compared(differences(reference, None, run.values), name, mesh, tolerance, reference)
         rows.append(Proof(label, about, dtype, found))
     if len(errors) == len(layouts):
         raise errors[0]
@@ -370,4 +359,4 @@ def _limits(run: Run) -> tuple[float, str]:
             replay.forward(next(iter(replay)))
         if found.is_narrow:
             return EXACT[torch.float32], "float64, in part float32"
-    return EXACT.get(dtype, ROUNDING.get(dtype, 1e-4)), str(dtype).removeprefix("torch.")
+    return EXACT.get(dtype) or rounding_of(dtype), str(dtype).removeprefix("torch.")

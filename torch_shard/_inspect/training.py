@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 import optax
@@ -20,7 +20,6 @@ from torch_shard._optim import check_optimizer
 from torch_shard._sharding import LossFn, ShardingPlan, check_mesh, make_mesh
 from torch_shard._state import TrainState
 from torch_shard._train import (
-    ROUNDING,
     Comparison,
     Replay,
     TrainStep,
@@ -29,10 +28,10 @@ from torch_shard._train import (
     compared,
     differences,
     in_float64,
-    losses_in,
     make_train_step,
     numbers_of,
     precision_of,
+    rounding_of,
     told_apart,
 )
 
@@ -58,10 +57,16 @@ class Training:
 
     def on(self, mesh: Mesh, plan: ShardingPlan, accumulate_steps: int = 1) -> Run:
         """Train by a step on a mesh, or on one device."""
-        how: dict[str, Any] = {"batch_spec": self.batch_spec, "compute_dtype": self.compute_dtype}
-        optimizer = _keeping_gradients(self.optimizers[0])
-        how |= {"mesh": mesh, "plan": plan, "accumulate_steps": accumulate_steps}
-        step = make_train_step(self.model, self.loss_fn, optimizer, **how)
+        step = make_train_step(
+            self.model,
+            self.loss_fn,
+            _keeping_gradients(self.optimizers[0]),
+            mesh=mesh,
+            plan=plan,
+            batch_spec=self.batch_spec,
+            compute_dtype=self.compute_dtype,
+            accumulate_steps=accumulate_steps,
+        )
         state, found = step.init(), list[Values]()
         # Accelerators round products of float32 by default, torch does not; metric objects count a run's own steps.
         with jax.default_matmul_precision("highest"), MetricCalls().noted():
@@ -191,7 +196,6 @@ def _compare(training: Training, mesh: Mesh, plan: ShardingPlan) -> Comparison:
     name, reference = run.reference()
     is_random = run.step.draws_random
     rows = differences(reference, None if is_random else run.alone(), run.values)
-    tolerance = ROUNDING.get(training.dtype, 1e-4)
     if not is_random and training.dtype == torch.float32:
-        rows = told_apart(rows, tolerance, run.in_float64, lambda wide: _compare(wide, mesh, plan).rows)
-    return compared(rows, name, mesh, tolerance, losses_in(reference))
+        rows = told_apart(rows, run.in_float64, lambda wide: _compare(wide, mesh, plan).rows)
+    return compared(rows, name, mesh, rounding_of(training.dtype), reference)

@@ -63,7 +63,8 @@ class Difference:
     def worst(self) -> float:
         """The larger of the two; nothing where float64 shows that they are rounding, which the model magnifies."""
         found = max(self.mesh, self.one_device or 0.0)
-        return 0.0 if self.in_float64 is not None and self.in_float64 <= MAGNIFIED * found else found
+        is_rounding = self.in_float64 is not None and self.in_float64 <= MAGNIFIED * found < math.inf
+        return 0.0 if is_rounding else found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,11 +109,10 @@ class Comparison(InNotebooks):
         if rtol is not None:
             check_number("rtol", rtol)
         limit = self.tolerance if rtol is None else rtol
-        beyond = [row for row in self.rows if not row.worst <= limit]
-        if beyond:
-            lines = [f"  {row.kind} {row.name}: {_where(row)}" for row in beyond[:MAX_ROWS]]
+        if wrong := beyond(self.rows, limit):
+            lines = [f"  {row.kind} {row.name}: {_where(row)}" for row in wrong[:MAX_ROWS]]
             raise AssertionError(
-                f"{len(beyond)} of {len(self.rows)} values differ from {self.reference} by more than {limit:.0e} of "
+                f"{len(wrong)} of {len(self.rows)} values differ from {self.reference} by more than {limit:.0e} of "
                 f"their largest entry:\n" + "\n".join(lines)
             )
 
@@ -132,14 +132,21 @@ class Comparison(InNotebooks):
         return printed(self, 110)
 
 
+def beyond(rows: Iterable[Difference], limit: float) -> list[Difference]:
+    """The rows that differ by more."""
+    return [row for row in rows if not row.worst <= limit]
+
+
 def _where(row: Difference) -> str:
     if row.one_device is None:
         return f"{row.mesh:.1e} on the mesh"
     return f"{row.one_device:.1e} on one device, {row.mesh:.1e} on the mesh"
 
 
-ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-"""Relative differences that the order of sums explains, by the lowest precision at work."""
+def rounding_of(dtype: torch.dtype) -> float:
+    """The relative difference that the order of sums explains, by the lowest precision at work."""
+    return {torch.bfloat16: 3e-2, torch.float16: 1e-2}.get(dtype, 1e-4)
+
 
 Values = dict[tuple[str, str], np.ndarray]  # by kind and name
 
@@ -178,16 +185,12 @@ def differences(reference: Sequence[Values], one: Sequence[Values] | None, mesh:
 
 
 def compared(
-    rows: Iterable[Difference], reference: str, mesh: Mesh, tolerance: float, losses: Iterable[float]
+    rows: Iterable[Difference], name: str, mesh: Mesh, tolerance: float, reference: Sequence[Values]
 ) -> Comparison:
-    """The table of these rows."""
+    """The table of these rows, with the name of the reference and what it is after each step."""
     ordered = tuple(sorted(rows, key=lambda row: -row.worst))
-    return Comparison(ordered, reference, f"mesh {describe_mesh(mesh)}", tolerance, tuple(losses))
-
-
-def losses_in(reference: Sequence[Values]) -> list[float]:
-    """The loss of each step."""
-    return [float(values["loss", "loss"]) for values in reference]
+    losses = tuple(float(values["loss", "loss"]) for values in reference)
+    return Comparison(ordered, name, f"mesh {describe_mesh(mesh)}", tolerance, losses)
 
 
 def precision_of(model: torch.nn.Module, compute_dtype: torch.dtype | None) -> torch.dtype:
@@ -197,17 +200,16 @@ def precision_of(model: torch.nn.Module, compute_dtype: torch.dtype | None) -> t
 
 
 def told_apart(
-    rows: list[Difference], tolerance: float, widen: Callable[[], _S], compare: Callable[[_S], Sequence[Difference]]
+    rows: list[Difference], widen: Callable[[], _S], compare: Callable[[_S], Sequence[Difference]]
 ) -> list[Difference]:
     """The rows, with what their differences are in float64 if some are large: rounding shrinks there, and errors stay.
 
     Args:
         rows: In float32.
-        tolerance: Larger ones are large.
         widen: As `repeated_in_float64` takes it.
         compare: Gives the rows.
     """
-    if all(row.worst <= tolerance for row in rows):
+    if not beyond(rows, rounding_of(torch.float32)):
         return rows
     exact = {(row.kind, row.name): row.mesh for row in repeated_in_float64(widen, compare) or ()}
     return [dataclasses.replace(row, in_float64=exact.get((row.kind, row.name))) for row in rows]

@@ -19,7 +19,6 @@ from torch_shard._capture import MetricCalls
 from torch_shard._common.types import PyTree
 from torch_shard._state import TrainState
 from torch_shard._train.comparison import (
-    ROUNDING,
     Comparison,
     Difference,
     Values,
@@ -29,6 +28,7 @@ from torch_shard._train.comparison import (
     in_float64,
     numbers_of,
     precision_of,
+    rounding_of,
     told_apart,
 )
 from torch_shard._train.placing import ShardedBatch
@@ -41,17 +41,19 @@ _ROUNDED = 1e-4  # of the largest: an optimiser such as Adam makes a whole step 
 def prove(step: Training, state: TrainState, batch: PyTree, skip_grad_norm: float | None) -> Comparison:
     """Compare one step with eager torch; see `TrainStep.prove`."""
     placed, gradients = step.put(batch), step.gradient_step
-    rows, dtype = _rows(gradients, state, placed), precision_of(step.model, step.options.compute_dtype)
-    tolerance = ROUNDING.get(dtype, 1e-4)
+    rows, reference, out = _rows(gradients, state, placed)
+    dtype = precision_of(step.model, step.options.compute_dtype)
     if dtype == torch.float32:
-        rows = told_apart(rows, tolerance, lambda: _wide(gradients, state, placed), functools.partial(_again, step))
-    rows += _updates(step, state, placed, skip_grad_norm)
-    reference = "eager torch" + ", which drew the random numbers of the step" * gradients.draws_random
-    return compared(rows, reference, step.mesh, tolerance, [row.size for row in rows if row.kind == "loss"])
+        rows = told_apart(rows, lambda: _wide(gradients, state, placed), functools.partial(_again, step))
+    rows += _updates(step, state, placed, out, skip_grad_norm)
+    name = "eager torch" + ", which drew the random numbers of the step" * gradients.draws_random
+    return compared(rows, name, step.mesh, rounding_of(dtype), [reference])
 
 
-def _rows(step: GradientStep, state: TrainState, placed: ShardedBatch) -> list[Difference]:
-    """Loss, metrics, gradients and buffers."""
+def _rows(
+    step: GradientStep, state: TrainState, placed: ShardedBatch
+) -> tuple[list[Difference], Values, dict[str, PyTree]]:
+    """Loss, metrics, gradients and buffers beside eager torch, what they are there, and what the step gives."""
     replay = Replay(step, state, placed)
     if replay.num_draws is None:
         raise NotImplementedError(
@@ -63,8 +65,8 @@ def _rows(step: GradientStep, state: TrainState, placed: ShardedBatch) -> list[D
         out = step(state, placed)
     buffers = {**out["buffers"], **out["written"]}
     found = numbers_of(out["loss"], out["metrics"]) | _named("gradient", out["grads"]) | _named("buffer", buffers)
-    wanted = replay.run(out["grads"])
-    return differences([wanted | _named("buffer", replay.held(buffers))], None, [found])
+    wanted = replay.run(out["grads"]) | _named("buffer", replay.held(buffers))
+    return differences([wanted], None, [found]), wanted, out
 
 
 def _named(kind: str, values: Mapping[str, jax.Array | torch.Tensor]) -> Values:
@@ -80,13 +82,14 @@ def _again(step: Training, wide: tuple[torch.nn.Module, PyTree]) -> list[Differe
     (model, batch) = wide
     whole = dataclasses.replace(step.options, local_batches=False, moment_dtype=None, offload=None, compiled=None)
     again = Training(model, step.loss_fn, optax.identity(), whole)  # whose gradients alone are looked at
-    return _rows(again.gradient_step, again.init(), again.put(batch))
+    return _rows(again.gradient_step, again.init(), again.put(batch))[0]
 
 
-def _updates(step: Training, state: TrainState, placed: ShardedBatch, skip_grad_norm: float | None) -> list[Difference]:
+def _updates(
+    step: Training, state: TrainState, placed: ShardedBatch, out: Mapping[str, PyTree], skip_grad_norm: float | None
+) -> list[Difference]:
     """What the step makes of its gradients, beside optax by name: the parameters after it. None if it is skipped."""
     with _precision(), MetricCalls().noted():  # metric objects count the steps of the run alone
-        out = step.gradient_step(state, placed)
         new, metrics = step(jax.tree.map(jnp.copy, state), placed, skip_grad_norm=skip_grad_norm)
     if "guard" in metrics and metrics["guard"].skipped:
         return []
@@ -123,7 +126,7 @@ def _update(
     before, wanted, found = (array_of(value).astype(np.float64) for value in values)
     steps = np.abs(wanted - before)
     rounding = 4 * float(jnp.finfo(values[0].dtype).eps) * np.abs(before).max(initial=0)
-    counts = grad > max(least, _ROUNDED * grad.max(initial=0))
+    counts = (grad > max(least, _ROUNDED * grad.max(initial=0))) | (np.isfinite(found) != np.isfinite(wanted))
     apart = np.maximum(np.abs(wanted - found) - rounding, 0)[counts]
     largest = steps.max(initial=0)
     mesh = float(apart.max(initial=0) / largest) if largest else float(apart.max(initial=0))

@@ -4,14 +4,12 @@
 # pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportPrivateUsage=false
 
-import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, cast
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax
 import torch
 from torch import nn
-from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture import MetricCalls, Precision
 from torch_shard._common.types import PyTree
@@ -137,59 +135,6 @@ class Replay:
         grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in held}
         numbers = numbers_of(torch.stack(losses).mean(), own)
         return numbers | {("gradient", name): array_of(grad) for name, grad in grads.items()}
-
-
-class ModuleCalls:
-    """Follows the modules of a model while they run: which one is running, and what each returns."""
-
-    def __init__(self, model: nn.Module, left: Callable[[str, str, list[torch.Tensor]], None]) -> None:
-        named = cast(Iterable[tuple[str, nn.Module]], model.named_modules())
-        self._names = {id(module): name for name, module in named}
-        self._running, self._left = list[str](), left
-
-    @property
-    def current(self) -> str:
-        """The innermost module that is running."""
-        return self._running[-1] if self._running else "loss_fn"
-
-    @contextlib.contextmanager
-    def active(self) -> Generator[None, None, None]:
-        """Follow them within."""
-        hooks = nn.modules.module
-        before = hooks.register_module_forward_pre_hook(self._enter)
-        after = hooks.register_module_forward_hook(self._leave, always_call=True)
-        try:
-            yield
-        finally:
-            before.remove()
-            after.remove()
-
-    def _enter(self, module: nn.Module, args: object) -> None:
-        self._running.append(self._names.get(id(module), "") or type(module).__name__)
-
-    def _leave(self, module: nn.Module, args: object, output: object) -> None:
-        self._left(self._running.pop(), type(module).__name__, tensors_of(output))
-
-
-def tensors_of(values: PyTree) -> list[torch.Tensor]:
-    """The tensors in a pytree."""
-    return [leaf for leaf in torch_pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def numbers_in(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The entries of a tensor as a plain tensor of floating point; None of integers, and of what cannot be read."""
-    from_torch: Any = tensor.detach()
-    if not (from_torch.is_floating_point() or from_torch.is_complex()) or from_torch.is_meta:
-        return None
-    try:
-        if from_torch.is_nested or from_torch.layout is not torch.strided:
-            from_torch = from_torch.coalesce() if from_torch.layout is torch.sparse_coo else from_torch
-            from_torch = from_torch.values()
-        from_torch = from_torch.float() if from_torch.dtype.itemsize == 1 else from_torch
-        from_torch.isfinite().all().item()  # refused within torch.vmap, where a tensor stands for many
-    except RuntimeError:
-        return None
-    return from_torch if from_torch.numel() else None
 
 
 def _together(*values: PyTree) -> torch.Tensor:

@@ -1,20 +1,47 @@
 """What the modules of a step return, in numbers: largest, mean, share of zeros, of outputs and of their gradients."""
 
 # JAX and PyTorch annotate some of their functions in part.
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportPrivateUsage=false
 
+import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any, cast
 
 import torch
+from torch import nn
 
+from torch_shard._capture import tensors_in
 from torch_shard._common.caller import error_prefix
 from torch_shard._common.printed import MARGIN, Picture, aligned, save_svg, width_of
 from torch_shard._state import TrainState
 from torch_shard._train.placing import ShardedBatch
-from torch_shard._train.replay import GradientStep, ModuleCalls, Replay, numbers_in
+from torch_shard._train.replay import GradientStep, Replay
+
+
+def numbers_in(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The entries of a tensor as a plain tensor of floating point; None of integers, and of what cannot be read."""
+    from_torch: Any = tensor.detach()
+    if not (from_torch.is_floating_point() or from_torch.is_complex()) or from_torch.is_meta:
+        return None
+    try:
+        if from_torch.is_nested or from_torch.layout is not torch.strided:
+            from_torch = from_torch.coalesce() if from_torch.layout is torch.sparse_coo else from_torch
+            from_torch = from_torch.values()
+        from_torch = from_torch.float() if from_torch.dtype.itemsize == 1 else from_torch
+        from_torch.isfinite().all().item()  # refused within torch.vmap, where a tensor stands for many
+    except RuntimeError:
+        return None
+    return from_torch if from_torch.numel() else None
+
+
+@contextlib.contextmanager
+def unseen() -> Generator[None]:
+    """Operators within are neither calls of the user's nor recorded for derivatives."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        yield
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,22 +53,27 @@ class Numbers:
         mean: Of the entries.
         zeros: Share of entries that are zero, from 0 to 1.
         num: Of entries.
+        shape: Of the tensor; empty if it is nested.
+        dtype: Of the tensor.
     """
 
     largest: float
     mean: float
     zeros: float
     num: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
     @classmethod
+    @unseen()
     def of(cls, tensor: torch.Tensor) -> "Numbers | None":
         """Those of a tensor; None if it has none of floating point."""
-        with torch.no_grad():
-            numbers = numbers_in(tensor)
-            if numbers is None:
-                return None
-            own = numbers.abs().float() if numbers.is_complex() else numbers.float()
-            return cls(float(own.abs().max()), float(own.mean()), float((own == 0).float().mean()), own.numel())
+        numbers = numbers_in(tensor)
+        if numbers is None:
+            return None
+        own = numbers.abs().float() if numbers.is_complex() else numbers.float()
+        about = own.numel(), () if tensor.is_nested else tuple(tensor.shape), tensor.dtype
+        return cls(float(own.abs().max()), float(own.mean()), float((own == 0).float().mean()), *about)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +83,7 @@ class ModuleStats:
     Attributes:
         name: In the model, such as `layers.17.mlp`.
         kind: Its class.
-        output: Of the first tensor that it returned.
+        output: Of the first tensor of floating point that it returned.
         gradient: Of the gradient of that; None if none arrived.
     """
 
@@ -120,24 +152,60 @@ def _cells(numbers: Numbers | None) -> tuple[str, str, str]:
     return f"{numbers.largest:.4g}", f"{numbers.mean:.3g}", f"{numbers.zeros:.1%}"
 
 
-def stats_of(step: GradientStep, state: TrainState, placed: ShardedBatch) -> StepStats:
-    """Repeat a step in eager torch, and look at what each module returns; see `TrainStep.stats`."""
-    rows, replay = list[ModuleStats](), Replay(step, state, placed)
+class ModuleCalls:
+    """Follows the modules of a model while they run: which one is running, what each returns, and its gradient."""
 
-    def left(name: str, kind: str, outputs: list[torch.Tensor]) -> None:
-        if not outputs or (found := Numbers.of(outputs[0])) is None:
+    def __init__(self, model: nn.Module) -> None:
+        named = cast(Iterable[tuple[str, nn.Module]], model.named_modules())
+        self._names = {id(module): name for name, module in named}
+        self._running = list[str]()
+        self.rows = list[ModuleStats]()
+        """In the order in which their calls ended."""
+        self.with_gradient = list[int]()
+        """Numbers of rows, in the order in which their gradients came."""
+
+    @property
+    def current(self) -> str:
+        """The innermost module that is running."""
+        return self._running[-1] if self._running else "loss_fn"
+
+    @contextlib.contextmanager
+    def active(self) -> Generator[None]:
+        """Follow them within."""
+        hooks = nn.modules.module
+        before = hooks.register_module_forward_pre_hook(self._enter)
+        after = hooks.register_module_forward_hook(self._leave, always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def _enter(self, module: nn.Module, args: object) -> None:
+        self._running.append(self._names.get(id(module), "") or type(module).__name__)
+
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        name, at = self._running.pop(), len(self.rows)
+        found = next(((t, numbers) for t in tensors_in(output) if (numbers := Numbers.of(t))), None)
+        if found is None:
             return
-        at = len(rows)
-        rows.append(ModuleStats(name, kind, found, None))
+        tensor, numbers = found
+        self.rows.append(ModuleStats(name, type(module).__name__, numbers, None))
 
         def arrived(grad: torch.Tensor) -> None:
-            rows[at] = dataclasses.replace(rows[at], gradient=Numbers.of(grad))
+            self.rows[at] = dataclasses.replace(self.rows[at], gradient=Numbers.of(grad))
+            self.with_gradient.append(at)
 
-        if outputs[0].requires_grad:
-            outputs[0].register_hook(arrived)
+        if tensor.requires_grad:
+            tensor.register_hook(arrived)
 
+
+def stats_of(step: GradientStep, state: TrainState, placed: ShardedBatch) -> StepStats:
+    """Repeat a step in eager torch, and look at what each module returns; see `TrainStep.stats`."""
+    replay = Replay(step, state, placed)
+    calls = ModuleCalls(replay.model)
     for microbatch in replay:
-        with ModuleCalls(replay.model, left).active():
+        with calls.active():
             loss, _ = replay.forward(microbatch)
         replay.backward(loss)
-    return StepStats(tuple(rows))
+    return StepStats(tuple(calls.rows))
