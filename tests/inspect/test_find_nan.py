@@ -103,8 +103,9 @@ def test_the_modules_before_are_shown_with_their_largest_entries():
     assert "layers.2 as iteration 1 of a loop over 3 layers" in " ".join(report.notes)
 
 
-def test_a_finite_step_has_none():
-    step = make(Net(), mean)
+@pytest.mark.parametrize("options", [{}, {"trainable": "head.**"}], ids=["all", "a part of the model"])
+def test_a_finite_step_has_none(options):
+    step = make(Net(), mean, **options)
     report = ts.find_nan(step, step.init(seed=0), X)
     assert not report
     assert "All values of this step are finite" in str(report)

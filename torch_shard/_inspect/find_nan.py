@@ -258,7 +258,7 @@ def _after_gradients(step: TrainStep, state: TrainState, out: Mapping[str, PyTre
     place, name, value = "norm", max(sizes, key=sizes.__getitem__, default=""), "infinity"
     if _is_finite(global_norm(grads)):
         held = {**dict(state.params), **out["written"]}
-        updated = step.update_by_name(state, grads, {name: held[name] for name in state.params}, out["loss"])
+        updated = step.update_by_name(state, grads, {name: held[name] for name in grads}, out["loss"])
         wrong = [name for name, parameter in updated.items() if not _is_finite(parameter)]
         if not wrong:
             return found
