@@ -20,6 +20,7 @@ from torch_shard._common.printed import InNotebooks, printed
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_count, check_kind
 from torch_shard._common.wrappers import check_module
+from torch_shard._device import refuse_meta
 from torch_shard._inspect.training import Run, Training, check_optimizers
 from torch_shard._loss import check_loss_fn
 from torch_shard._optim import adamw
@@ -308,6 +309,7 @@ def prove(
     model = check_module("model", model)
     check_loss_fn(loss_fn)
     check_count("steps", steps)
+    refuse_meta(dict(model.named_parameters()))
     default = adamw(**_ADAMW), functools.partial(torch.optim.AdamW, **_ADAMW)
     optimizers = check_optimizers(optimizer, torch_optimizer, default)
     training = Training(model, loss_fn, [batch] * steps, optimizers, compute_dtype, batch_spec)
