@@ -212,7 +212,9 @@ def _first_difference(text: list[str], lowered: jax.stages.Lowered) -> str:
     lines = "\n".join(f"  process {process}: {shown[process]}" for process in (0, other))
     return (
         f"{caller()}: the program differs between process 0 and {other}, so they would train different models. The "
-        f"first line that does:\n{lines}\nMake model, loss_fn, optimiser and options alike in all processes."
+        f"first line that does:\n{lines}\nMake model, loss_fn, optimiser and options alike in all processes. If they "
+        "are, start all with PYTHONHASHSEED=0: Python walks a set of strings, such as Gemma 3's kinds of layers, in an "
+        "order that is random in each process."
     )
 
 
