@@ -65,7 +65,7 @@ def holdings(module: nn.Module) -> Holdings:
 def unsaved_buffers(module: nn.Module) -> tuple[str, ...]:
     """The names of buffers that a `state_dict` leaves out under every name that they have."""
     saved = {
-        id(m._buffers[name]) for m in module.modules() for name in m._buffers.keys() - m._non_persistent_buffers_set
+        id(m._buffers[name]) for m in module.modules() for name in {*m._buffers.keys()} - m._non_persistent_buffers_set
     }
     return tuple(name for name, buffer in module.named_buffers() if id(buffer) not in saved)
 
