@@ -19,7 +19,7 @@ def test_an_update_in_place_moves_what_is_updated():
     assert sum(cost.memory_bytes for cost in costs_of(PROGRAM)) == 2 * 8 * 128 * 2
 
 
-def test_the_heaviest_of_many_branches_counts():
+def test_all_branches_of_a_switch_count():
     branches = [lambda x: x, lambda x: x + 1, lambda x: x @ x]
     lowered = jax.jit(lambda at, x: jax.lax.switch(at, branches, x)).lower(1, jnp.ones((64, 64)))
     assert sum(cost.flops for cost in costs_of(lowered.compile().as_text() or "")) == 2 * 64**3
