@@ -4,8 +4,8 @@ Sources: torchprime's nightly runs (`e2e_testing/step_time_bounds.yaml` of June 
 configs), torchax's example, Google's tpu-recipes, and the tables of MaxText's `configs/v5e` and `configs/v5p`, whose
 published figure is flops per second: seconds are the flops of their own formula over it.
 
-torchprime: parameters and arithmetic in bfloat16, Adafactor, gradients clipped, each layer computed again. torchax: by the
-example in its repository, in bfloat16 with SGD; the settings of its two figures are not said.
+torchprime: parameters and arithmetic in bfloat16, Adafactor, gradients clipped, each layer computed again.
+torchax: by the example in its repository, in bfloat16 with SGD; the settings of its two figures are not said.
 """
 
 import dataclasses
