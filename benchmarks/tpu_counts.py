@@ -1,7 +1,7 @@
 """What a program compiled for TPUs takes of one device, counted: by the same reading of its text for every side.
 
 Cycles are the compiler's own estimates, without communication. A kernel written in Pallas has none: see
-`torch_shard/_cost/kernels.py`.
+`torch_shard/_cost/chips.py`.
 """
 
 import dataclasses

@@ -33,7 +33,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torch_shard as ts
-from torch_shard._common.files import replacing
+from torch_shard._common.printed import replacing
 from torch_shard._fit import METRICS, read_metrics
 from torch_shard._inspect import compare_with_torch, visualize_sharding
 from torch_shard._sharding import describe_mesh

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+import torch_shard as ts
 from tests.oracles.eager import assert_follows, eager_trajectory
 from tests.tables.semantics import WIDTH, built
-from torch_shard._common.wrappers import unwrapped
+from torch_shard._common.validate import unwrapped
 
 pytestmark = [  # PyTorch's own, in the eager run
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
@@ -53,3 +54,15 @@ def test_runs_as_the_plain_module(name: str) -> None:
     case = built(lambda: unwrapped(build()))  # names are those of the module within
     torch.manual_seed(0)
     assert_follows(case, build(), eager_trajectory(case, 2), (4, 2))
+
+
+def test_a_scripted_model_is_one_function_at_each_look() -> None:
+    """TorchScript's executor rewrites a script after it has seen it run."""
+    model = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU()))
+    mesh = ts.make_mesh(batch=4, model=2)
+    options: Any = {"mesh": mesh, "plan": ts.plans.fsdp_tp(model, mesh)}
+    step = ts.make_train_step(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters()), **options)
+    state = step.init(seed=0)
+    for _ in range(3):
+        state, _ = step(state, torch.ones(8, WIDTH))
+    assert step.num_compiles == 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torch_shard._common.files import replacing
+from torch_shard._common.printed import replacing
 
 
 def test_file_that_fails_half_way_leaves_the_old_one(tmp_path):

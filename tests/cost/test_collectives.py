@@ -2,7 +2,7 @@
 
 import pytest
 
-from torch_shard._cost.collectives import axes_of_group
+from torch_shard._cost.hlo import axes_of_group
 
 BOTH = ("batch", "model")
 GROUPS = {

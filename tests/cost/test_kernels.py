@@ -3,8 +3,7 @@
 import pytest
 
 from torch_shard._cost import costs_of
-from torch_shard._cost.chips import CHIPS
-from torch_shard._cost.kernels import REACHED
+from torch_shard._cost.chips import CHIPS, REACHED
 
 ROWS, HEADS, TIME, WIDTH = 2, 8, 1024, 128
 HALF = ROWS * HEADS * TIME * TIME // 2 * WIDTH  # pairs of a query and a key before it, times the width of a head

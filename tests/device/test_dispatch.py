@@ -153,6 +153,9 @@ def test_rrelu() -> None:
     assert (slope[x > 0] == 1).all()
     assert ((slope[x < 0] > 1 / 8) & (slope[x < 0] < 1 / 3)).all()
     assert len(slope.unique()) == 5
+    out = found * 1
+    assert nn.functional.rrelu_(out, training=True) is out
+    assert_same(out.detach()[4:], x[4:])
 
 
 MADE = {"real": lambda z: z.real, "imag": lambda z: z.imag[1:], "conjugate": lambda z: z.conj()[:2]}

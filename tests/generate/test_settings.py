@@ -3,7 +3,7 @@
 import pytest
 import transformers as hf
 
-from torch_shard._generate.settings import FOLLOWED, NEUTRAL, WITHOUT_EFFECT, check_settings
+from torch_shard._generate.generate import FOLLOWED, NEUTRAL, WITHOUT_EFFECT, check_settings
 
 
 def test_every_field_of_transformers_is_known() -> None:

@@ -106,6 +106,34 @@ def test_each_precision_has_its_tolerance(name: str) -> None:
     assert (row.dtype, row.compared.tolerance) == (dtype, tolerance)
 
 
+class Blocks(nn.Module):
+    """Layers that may be stages."""
+
+    def __init__(self, *more: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.start, self.blocks = nn.Linear(4, 4), nn.ModuleList(nn.Sequential(mlp(), *more) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.start(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def between_rows(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).var(0).log().mean()
+
+
+@pytest.mark.parametrize(("more", "sizes"), [((nn.Dropout(0.5),), [2]), ((), [4, 2])])
+def test_the_reference_has_the_rows_that_microbatches_of_a_layout_have(more: Any, sizes: list[int]) -> None:
+    torch.manual_seed(1)
+    meshes = [ts.make_mesh(batch=size, stage=2, other=4 // size) for size in sizes]
+    plan = {"stages": lambda model, mesh: ts.plans.pipeline(ts.plans.replicated(model, mesh))}
+    found = ts.prove(Blocks(*more), between_rows, torch.randn(16, 4), plans=plan, meshes=meshes, steps=1)
+    found.raise_if_different()
+
+
 def test_dropout_is_compared_with_one_device() -> None:
     found = proofs(mlp(nn.Dropout(0.5)).train(), plans=["fsdp_tp"])
     found.raise_if_different()

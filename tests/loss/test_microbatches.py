@@ -79,6 +79,39 @@ def test_a_step_is_that_of_eager_torch(name: str, sizes: tuple[int, int], n: int
     assert step.num_compiles == 1
 
 
+class Signed(torch.autograd.Function):
+    """A derivative that is not linear in what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return 0.01 * grad.sign()
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_hooks_and_backward_passes_see_the_gradient_of_a_part(signed: bool) -> None:
+    """As in `(loss / n).backward()`: gradients that they clip are not those of the whole loss, divided."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    wanted, batch, n = copy.deepcopy(model), torch.randn(16, 4), 4
+    for each in (model, wanted):
+        each[2].weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = model[0](x)  # pyright: ignore[reportIndexIssue]
+        return model[2](model[1](Signed.apply(x) if signed else x)).square().mean()  # pyright: ignore
+
+    make(model, loss_fn, 2)(make(model, loss_fn, 2).init(), batch[:8])  # microbatches of the same shape, of another n
+    step = make(model, loss_fn, n)
+    state, _ = step(step.init(), batch)
+    eager_step(wanted, loss_fn, torch.optim.SGD(wanted.parameters(), LEARNING_RATE), batch, n, 4)
+    for name, parameter in wanted.named_parameters():  # float32, one step
+        np.testing.assert_allclose(state.params[name], parameter.detach(), rtol=1e-5, atol=1e-6, err_msg=name)
+
+
 def test_the_rows_of_a_microbatch_are_the_documented_ones() -> None:
     """Also where the leading dim is split over two axes, or not at all."""
 

@@ -76,6 +76,19 @@ def test_draws_without_replacement_do_not_repeat() -> None:
     assert sorted(permutation.tolist()) == list(range(100))
 
 
+def test_what_torch_refuses_to_draw_from_is_not_a_number() -> None:
+    bad = torch.tensor([0.5, 2.0, -1.0, torch.nan])
+    for draw in (torch.bernoulli, torch.poisson, lambda x: torch.normal(x * 0, x)):
+        drawn = ts.jax_jit(draw)(bad).cpu()
+        assert drawn[0].isfinite()
+        assert drawn[2:].isnan().all()
+    weights = torch.tensor([[1.0, 2.0], [1.0, -1.0], [0.0, 0.0], [1.0, torch.nan], [1.0, torch.inf]])
+    for replacement in (True, False):
+        drawn = ts.jax_jit(lambda w, again=replacement: w.gather(1, torch.multinomial(w, 1, again)))(weights).cpu()
+        assert drawn[0].isfinite()
+        assert drawn[1:].isnan().all()  # an index that torch refuses reads NaN
+
+
 def test_every_random_operator_takes_a_key() -> None:
     seeded = {op for op in LOWERINGS if torch.Tag.nondeterministic_seeded in op.tags}
     assert seeded <= RANDOM

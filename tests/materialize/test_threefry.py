@@ -15,7 +15,7 @@ from torch.nn import init
 import torch_shard as ts
 from tests.materialize.test_materialize import Buffer, values
 from tests.tables.cases import WHOLE, chosen, make_mesh
-from torch_shard._materialize.threefry import FUSED, counters
+from torch_shard._materialize.slices import FUSED, counters
 
 NUM = 1 << 20
 

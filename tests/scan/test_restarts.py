@@ -14,6 +14,7 @@ from tests.tables.cases import Case, chosen, regression, squared_error
 from tests.tables.layered import with_sizes
 from tests.tables.layers import WIDTH, Block, Stack
 from tests.tables.layers_with_effects import Remembering
+from torch_shard._scan.siblings import LeftBehind
 
 SEEN = Seen()
 
@@ -61,6 +62,15 @@ class Hooked(Block):
         return y
 
 
+class Full(Block):
+    """Leaves several tensors behind."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.left = [y.mean(), y.square().mean(), y.abs().mean()]
+        return y
+
+
 FAILS = 3.0
 
 
@@ -97,3 +107,18 @@ def test_a_model_that_catches_everything_sees_only_its_own_errors(name: str) -> 
     case = Case(name, build, regression(WIDTH, out=WIDTH), {}, loss_fn=loss_fn)
     assert_follows(case, case.model(), eager_trajectory(case, 2), (4, 2))
     assert SEEN == []
+
+
+def test_all_tensors_that_layers_leave_behind_are_learned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    learned = []
+    learn = LeftBehind.learn
+    monkeypatch.setattr(
+        LeftBehind, "learn", lambda self, groups: learned.append(len(self.tensors)) or learn(self, groups)
+    )
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        return squared_error(model, batch) + sum(sum(block.left) for block in model.blocks)  # pyright: ignore
+
+    case = Case("full", lambda: Stack(Full), regression(WIDTH, out=WIDTH), {}, loss_fn=loss_fn)
+    assert_follows(case, case.model(), eager_trajectory(case, 1), (1, 1))
+    assert learned == [3]

@@ -9,9 +9,10 @@ import optax
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
+from torch import nn
 
 import torch_shard as ts
-from tests.oracles.steps import sgd_step
+from tests.oracles.steps import sgd_step, step_of
 from tests.tables.cases import CASE, WHOLE, Case, make_mesh, regression
 from tests.tables.layers import WIDTH, Stack
 from torch_shard._state import state as _state
@@ -111,3 +112,10 @@ def test_entries_that_lie_in_one_place_get_one_each(donate: bool) -> None:
     found, wanted = step.export(state).state_dict(), plain.state_dict()
     for name in wanted:  # sums of 64 products in float32, in another order
         torch.testing.assert_close(found[name], wanted[name], atol=1e-6, rtol=1e-5)
+
+
+def test_a_buffer_that_cannot_be_an_array_is_named() -> None:
+    model = nn.Linear(4, 2)
+    model.register_buffer("adjacency", torch.eye(4).to_sparse())
+    with pytest.raises(TypeError, match=r"adjacency: A torch.sparse_coo tensor cannot move to the jax device"):
+        step_of(model, lambda model, x: model(model.adjacency @ x).mean()).init()

@@ -38,3 +38,37 @@ def test_modules_that_keep_computed_tensors_are_exported() -> None:
     trained = step.export(state)
     _, metrics = step(state, batch)
     np.testing.assert_allclose(metrics["loss"], squared_error(trained, batch).item(), rtol=1e-5)
+
+
+class CopiesItself(nn.Linear):
+    """As models do that are made of a config: the copy is made anew, and loads the values."""
+
+    def __deepcopy__(self, memo):
+        new = CopiesItself(self.in_features, self.out_features)
+        new.load_state_dict(self.state_dict())
+        return new
+
+
+class SharesItself(nn.Linear):
+    def __deepcopy__(self, memo):
+        return self
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("make", [CopiesItself, lambda *sizes: torch.jit.script(nn.Linear(*sizes))])
+def test_modules_that_copy_themselves_are_exported_with_trained_values(make) -> None:
+    for model in (make(8, 4), nn.Sequential(make(8, 4))):
+        before = [p.detach().clone() for p in model.parameters()]
+        step = step_of(model, squared_error)
+        state, _ = step(step.init(), (torch.ones(8, 8), torch.ones(8, 4)))
+        for name, p in step.export(state).named_parameters():
+            np.testing.assert_array_equal(p.detach().numpy(), state.params[name])
+        assert all(map(torch.equal, before, model.parameters()))  # the model was only read
+        step.prove(state, (torch.ones(8, 8), torch.ones(8, 4))).raise_if_different()
+
+
+def test_a_copy_that_is_the_module_itself_is_refused() -> None:
+    model = nn.Sequential(SharesItself(8, 4))
+    step = step_of(model, squared_error)
+    with pytest.raises(ValueError, match=r"export: copy.deepcopy\(Sequential\) gives a module that shares 0.weight"):
+        step.export(step.init())

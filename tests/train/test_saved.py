@@ -329,7 +329,7 @@ from unittest import mock
 import jaxlib.xla_client
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
-from torch_shard._train.compile_cache import CompileCache
+from torch_shard._train.programs import CompileCache
 
 path = os.path.join("PATH", str(rank), "step.zip")
 mesh, x = ts.make_mesh(batch=4), torch.ones(8, 4)

@@ -7,8 +7,7 @@ import time
 import pytest
 
 from torch_shard._tune.cache import Cache, Measured
-from torch_shard._tune.candidates import Candidate
-from torch_shard._tune.estimate import Estimate
+from torch_shard._tune.candidates import Candidate, Estimate
 from torch_shard._tune.search import Search
 
 DEFAULT, B, C = (Candidate((("batch", 8),), name) for name in ("fsdp", "replicated", "replicated + ZeRO-1"))

@@ -10,8 +10,7 @@ from torch.fx import Node
 
 from torch_shard._capture.constants import in_eager_torch
 from torch_shard._capture.data_dependence import constant_value, traced
-from torch_shard._common.fx import args_of, aten_name, shape_of
-from torch_shard._common.operator_families import COPIES
+from torch_shard._common.fx import COPIES, args_of, aten_name, shape_of
 
 Interval = tuple[torch.Tensor, torch.Tensor]
 """The first key that each query sees, and the one after the last; int64, (rows, T)."""

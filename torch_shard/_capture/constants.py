@@ -9,8 +9,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_shard._common.fx import args_of, is_random, outputs_of
-from torch_shard._common.operator_families import STRICT_VIEWS
+from torch_shard._common.fx import STRICT_VIEWS, args_of, is_random, outputs_of
 from torch_shard._common.types import PyTree
 
 aten = torch.ops.aten

@@ -352,13 +352,6 @@ def tolist(tensor: torch.Tensor) -> Any:
     return torch.Tensor.tolist(tensor) if values is None else values[0].tolist()
 
 
-@instead_of(torch.Tensor.numpy)
-def numpy(tensor: torch.Tensor, *, force: bool = False) -> Any:
-    """A copy of a tensor whose value is known."""
-    values = current_values().values([tensor])
-    return torch.Tensor.numpy(tensor, force=force) if values is None else values[0].clone().numpy(force=force)
-
-
 def within_operator() -> bool:
     """Tell whether it is PyTorch that calls, to run an operator of the capture under way, and not the user's code."""
     return bool(_CURRENT.stack) and _CURRENT.stack[-1] not in _get_current_dispatch_mode_stack()

@@ -75,7 +75,9 @@ def reference_kernels() -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(False)
     torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags warns about TF32 on CPU builds
     try:
-        with sdpa_kernel(SDPBackend.MATH):
+        # TorchScript runs a script as it is written, and does not rewrite it after it has seen it run
+        as_written = torch.jit.optimized_execution(False)  # pyright: ignore[reportPrivateImportUsage]
+        with sdpa_kernel(SDPBackend.MATH), as_written:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fastpath)

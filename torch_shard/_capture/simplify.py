@@ -11,8 +11,7 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from torch_shard._common.fx import args_of, aten_name, call_before, dtype_of, shape_of, target_of
-from torch_shard._common.operator_families import COPIES, RESHAPES
+from torch_shard._common.fx import COPIES, RESHAPES, args_of, aten_name, call_before, dtype_of, shape_of, target_of
 from torch_shard._common.overrides import REWRITES, rewrites
 
 aten = torch.ops.aten

@@ -50,9 +50,9 @@ from torch_shard._capture.ragged_rules import with_masks
 from torch_shard._capture.side_effects import Change, refuse_new_parameters
 from torch_shard._capture.simplify import simplify, stride_in_order
 from torch_shard._common.caller import caller
-from torch_shard._common.fx import args_of, check_outputs, fill_in, is_random, outputs_of
-from torch_shard._common.operator_families import STRICT_VIEWS
+from torch_shard._common.fx import STRICT_VIEWS, args_of, check_outputs, fill_in, is_random, outputs_of
 from torch_shard._common.overrides import FUNCTIONS, OPERATORS
+from torch_shard._common.patching import without_collection
 from torch_shard._common.types import PyTree
 
 aten = torch.ops.aten
@@ -158,7 +158,7 @@ def _capture_on_fakes(
 ) -> tuple[Captured[Aux], list[Change]]:
     """Capture, and give what it has changed and been put back."""
     within = is_capturing()
-    with calls_seen(False), fakes(explain) as (mode, capture_mode):
+    with calls_seen(False), without_collection(), fakes(explain) as (mode, capture_mode):
         changes: list[Change] = []
         try:
             with contextlib.nullcontext() if within else torchs_log_silent():

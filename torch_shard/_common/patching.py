@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import threading
 import types
 from collections.abc import Callable, Generator
@@ -47,6 +48,18 @@ def patched(owner: Owner, name: str, wrap: Callable[[Any], object]) -> Generator
             stack.pop()
     finally:
         _leave(attribute)
+
+
+@contextlib.contextmanager
+def without_collection() -> Generator[None, None, None]:
+    """Let Python's garbage collector rest: what is traced is kept, and it would look at all objects of the process."""
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -3,17 +3,18 @@
 Pictures are readable on light and on dark pages: monospaced text, whose width is known without a font.
 """
 
+import contextlib
 import io
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from html import escape
+from pathlib import Path
 
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
 from torch_shard._common.caller import caller
-from torch_shard._common.files import replacing
 from torch_shard._common.validate import check_file
 
 
@@ -139,3 +140,17 @@ def save_svg(picture: object, path: str | os.PathLike[str]) -> None:
         )
     with replacing(path) as partial:
         partial.write_text(str(picture), encoding="utf-8")
+
+
+# Files that are written whole or not at all.
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Generator[Path, None, None]:
+    """Give a path to write to, which takes the place of `path` when all went well."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

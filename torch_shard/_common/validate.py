@@ -3,11 +3,13 @@
 import contextlib
 import inspect
 import os
+import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard, cast, get_args
 
 import numpy as np
+from torch import nn
 
 from torch_shard._common.caller import caller
 
@@ -136,3 +138,27 @@ def check_file(argument: str, value: object) -> Path:
     if path.is_dir():
         raise IsADirectoryError(f"{caller()}: {argument} must be a file, but {path} is a directory. Name a file in it.")
     return path
+
+
+# Modules within the wrappers of PyTorch: `torch.compile`, `DistributedDataParallel` and `DataParallel`.
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module that wrappers run, itself without one: names are its own, without `module.` and `_orig_mod.`."""
+    inner: Any = module
+    while (held := _held_by(inner)) is not None:
+        inner = held
+    return inner
+
+
+def check_module(argument: str, value: nn.Module) -> nn.Module:
+    """Refuse what is not a module; gives it without wrappers."""
+    check_kind(argument, value, nn.Module)
+    return unwrapped(value)
+
+
+def _held_by(module: Any) -> nn.Module | None:
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        return cast(nn.Module, module.module)  # pyright: ignore[reportUnknownMemberType]
+    compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)  # its import takes seconds
+    return module._orig_mod if compiled is not None and isinstance(module, compiled) else None

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from jax.sharding import Mesh
 
 from torch_shard._cost.chips import Links
-from torch_shard._cost.collectives import axes_of_group, group_of, identity, members_of, travelling
-from torch_shard._cost.hlo import Hlo, Instruction
+from torch_shard._cost.hlo import Hlo, Instruction, axes_of_group, group_of, identity, members_of, travelling
 from torch_shard._cost.total import Walk
 
 

@@ -19,13 +19,11 @@ from rich.text import Text
 
 from torch_shard._common.printed import InNotebooks, printed
 from torch_shard._common.types import PyTree
-from torch_shard._cost.by_module import COMPILER, ModuleCost, ModulePaths
 from torch_shard._cost.chips import chip_of
-from torch_shard._cost.collectives import KINDS
 from torch_shard._cost.exposed import exposed_by_axis
-from torch_shard._cost.fitting import TooLarge, compile_or_refuse, memory_of_program
-from torch_shard._cost.saved import saved_bytes
-from torch_shard._cost.total import Cost, costs_of
+from torch_shard._cost.fitting import TooLarge, compile_or_refuse, memory_of_program, saved_bytes
+from torch_shard._cost.hlo import KINDS
+from torch_shard._cost.total import COMPILER, Cost, ModuleCost, ModulePaths, costs_of
 from torch_shard._sharding import ResolvedPlan, describe_mesh, is_pinned, memory_of, slices_of
 
 _SHOWN, _WIDEST = 24, 8

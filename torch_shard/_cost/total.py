@@ -3,18 +3,17 @@
 Cycles are XLA:TPU's own `estimated_cycles`, without communication. Kernels written in Pallas have none: see `kernels`.
 """
 
+import collections
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from torch_shard._cost.chips import Chip
-from torch_shard._cost.collectives import KINDS, Collective, between_slices, identity, travelling
-from torch_shard._cost.hlo import Hlo, Instruction
-from torch_shard._cost.kernels import is_kernel, kernel_cycles, kernel_flops
-from torch_shard._cost.memory_traffic import STARTS, Traffic
+from torch_shard._common.printed import starred
+from torch_shard._cost.chips import Chip, is_kernel, kernel_cycles, kernel_flops
+from torch_shard._cost.hlo import KINDS, Array, Collective, Hlo, Instruction, between_slices, identity, travelling
 
 _FREE = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
@@ -195,3 +194,169 @@ def _taps(window: dict[str, str], at: int, num_in: int, num_out: int) -> int:
     taps, spread = np.arange(setting("size", 1)) * setting("rhs_dilate", 1) - low, setting("lhs_dilate", 1)
     places = np.add.outer(np.arange(num_out) * setting("stride", 1), taps)
     return int(np.sum((places >= 0) & (places <= (num_in - 1) * spread) & (places % spread == 0)))
+
+
+# Costs of a program by the module that they are for.
+
+
+OPTIMIZER, LOSS, COMPILER = "(optimizer)", "(loss)", "(not attributed)"
+
+
+@dataclasses.dataclass
+class ModuleCost:
+    """What a module costs one device, forward and backward.
+
+    Attributes:
+        path: Of the module, `model.layers.*` for the layers of a loop; or `(optimizer)`, `(loss)`, for what is of no
+            module, or `(not attributed)`.
+        collectives: For each kind, how many there are, each time counted.
+        received: Bytes by each kind of them.
+        flops: Of products.
+        memory_bytes: Read from the device's memory and written to it.
+        cycles: By XLA:TPU's estimate, without communication; zero on other devices.
+        constrained: Why the step lays out values of it on the mesh, as `step.constraints` says it.
+    """
+
+    path: str
+    collectives: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+    received: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
+    flops: float = 0.0
+    memory_bytes: float = 0.0
+    cycles: int = 0
+    constrained: tuple[str, ...] = ()
+
+    @property
+    def received_bytes(self) -> float:
+        """From other devices, by all kinds of collectives."""
+        return sum(self.received.values())
+
+    def add(self, cost: Cost) -> None:
+        """Count what one instruction costs."""
+        if cost.collective is not None:
+            kind = cost.collective.kind
+            self.collectives[kind] = self.collectives.get(kind, 0) + int(cost.times)
+            self.received[kind] = self.received.get(kind, 0.0) + cost.received_bytes
+        self.flops += cost.flops
+        self.memory_bytes += cost.memory_bytes
+        self.cycles += cost.cycles or 0
+
+
+class ModulePaths:
+    """Finds the modules of a model in the labels of a program."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._known = {starred(path) for path in paths if path}
+
+    def find(self, label: str) -> str:
+        """The path of the module in a label, or what else it is for."""
+        found = ""
+        parts = label.split(":")[0].split("/")  # XLA lists the labels of what it combines
+        for part in map(_unmapped, parts):
+            longer = f"{found}.{part}" if found else part
+            if starred(longer) in self._known:
+                found = longer
+        if found:
+            return found
+        if OPTIMIZER.strip("()") in parts:
+            return OPTIMIZER
+        return LOSS if "jit(" in label else COMPILER
+
+    def by_module(self, costs: Iterable[Cost], why: Callable[[str], tuple[str, ...]]) -> list[ModuleCost]:
+        """The costs of each module, in the order of their first instructions, and why it is constrained."""
+        found: dict[str, ModuleCost] = {}
+        for cost in costs:
+            path = self.find(cost.label)
+            if path not in found:
+                found[path] = ModuleCost(path, constrained=why("" if path == LOSS else path))
+            found[path].add(cost)
+        return list(found.values())
+
+
+def _unmapped(part: str) -> str:
+    """A part of a label without what `jax.vmap` puts around it: the layers of a pipeline are mapped over its stages."""
+    return part.removeprefix("vmap(").removesuffix(")") if part.startswith("vmap(") else part
+
+
+# Bytes that instructions of a compiled program read from the device's memory and write to it.
+#
+# What only a slice is read of counts as the slice; what is updated in place, as the update; what lies on the chip,
+# not.
+
+
+_SLICES = ("dynamic-slice", "slice", "gather")
+_ALIASES = ("bitcast", "copy", "reshape")
+STARTS = ("copy-start", "slice-start", "dynamic-slice-start", "async-start")
+"""What moves beside the arithmetic."""
+
+
+class Traffic:
+    """Bytes read and written by the instructions of a program."""
+
+    def __init__(self, hlo: Hlo) -> None:
+        self._hlo = hlo
+        self._users: dict[str, list[tuple[Instruction, int]]] = collections.defaultdict(list)
+        for instruction in hlo.made.values():
+            for at, name in enumerate(instruction.operands if instruction.op != "parameter" else ()):
+                self._users[name].append((instruction, at))
+
+    def of(self, instruction: Instruction) -> float:
+        """Bytes that one run of an instruction moves."""
+        if instruction.op in STARTS:
+            return self._of_start(instruction)
+        inputs = enumerate(map(self._hlo.operand, instruction.operands))
+        total = sum(min(size, self._read(instruction, at)) for at, arrays in inputs if (size := _in_memory(*arrays)))
+        written, results = self._written(instruction), instruction.results
+        if len(written) != len(results):
+            return total + _in_memory(*results)
+        return total + sum(min(_in_memory(array), part) for array, part in zip(results, written, strict=True))
+
+    def _of_start(self, instruction: Instruction) -> float:
+        sizes = [array.num_padded_bytes for array in instruction.results]
+        if instruction.op == "copy-start":
+            return _in_memory(*instruction.results[:2])
+        if instruction.op == "slice-start":
+            return sizes[min(1, len(sizes) - 1)] if sizes else 0
+        return 2 * min(sizes, default=0)
+
+    def _read(self, user: Instruction, at: int) -> float:
+        """Bytes of an operand that an instruction reads; infinite where that may be all."""
+        if user.op in _SLICES:
+            return _size_of(*user.results) if at == 0 else 0
+        if user.op == "dynamic-update-slice" and at != 1:
+            return 0
+        if user.op != "fusion" or not (called := self._hlo.called(user)):
+            return math.inf
+        body = self._hlo.computations[called[0]]
+        waiting, total = [i.name for i in body if i.op == "parameter" and i.operands == [str(at)]], 0.0
+        while waiting:
+            for inner, place in self._users[waiting.pop()]:
+                if inner.op in _ALIASES:
+                    waiting.append(inner.name)
+                else:
+                    total += self._read(inner, place)
+        return total
+
+    def _written(self, instruction: Instruction) -> list[float]:
+        """Bytes of each result that an instruction writes; infinite where that may be all."""
+        if instruction.op == "dynamic-update-slice":
+            return [_size_of(*self._hlo.operand(instruction.operands[1]))]
+        if instruction.op != "fusion" or not (called := self._hlo.called(instruction)):
+            return [math.inf]
+        root = next(inner for inner in self._hlo.computations[called[0]] if inner.is_root)
+        return [self._of_result(name) for name in (root.operands if root.op == "tuple" else [root.name])]
+
+    def _of_result(self, name: str) -> float:
+        made = self._hlo.made[name]
+        while made.op in _ALIASES:
+            made = self._hlo.made[made.operands[0]]
+        written = self._written(made)
+        return written[0] if len(written) == 1 else math.inf
+
+
+def _size_of(*arrays: Array) -> float:
+    return sum(array.num_padded_bytes for array in arrays)
+
+
+def _in_memory(*arrays: Array) -> float:
+    """Bytes that are not on the chip."""
+    return _size_of(*(array for array in arrays if not array.is_on_chip))

@@ -21,7 +21,6 @@ from torch_shard._common.dtypes import jax_dtype, torch_dtype
 from torch_shard._common.random import next_key
 from torch_shard._common.types import Operator, PyTree
 from torch_shard._device.backend import FALLBACK, KERNELS, DeviceModule, register_autocast
-from torch_shard._device.results import result_of, view_of
 from torch_shard._device.tensor import JaxTensor, Storage, ViewStorage, to_array, wrap_array
 from torch_shard._lowering import (
     RANDOM,
@@ -178,7 +177,8 @@ def _written(func: Operator, values: dict[str, PyTree], written: list[str]) -> P
     """Result of an operator that writes: what it wrote to, or nothing."""
     if not func._schema.returns:
         return None
-    return values[written[0]] if len(written) == 1 else tuple(values[w] for w in written)
+    returned = [values[name] for name in written[: len(func._schema.returns)]]  # rrelu_ writes its noise, too
+    return returned[0] if len(returned) == 1 else tuple(returned)
 
 
 def _store(target: PyTree, value: PyTree) -> None:
@@ -315,3 +315,59 @@ _FACTORIES = (
     aten.tril_indices.default,
     aten.triu_indices.default,
 )
+
+
+# What PyTorch says of the result of an eager operator: shape and dtype, by running it on meta tensors.
+
+
+_KEPT = 4096
+
+
+def result_of(func: Operator, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
+    """Meta tensors like the results of an operator; None where PyTorch cannot tell them from shapes and dtypes."""
+    try:
+        return _result(func, _outline(args), tuple(kwargs), _outline(kwargs.values()), torch.get_default_dtype())
+    except TypeError:  # an argument that cannot be hashed
+        return None
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _result(func: Operator, args: Any, names: tuple[str, ...], values: Any, default: torch.dtype) -> PyTree:
+    try:
+        return func(*map(_on_meta, args), **dict(zip(names, map(_on_meta, values), strict=True)))
+    except Exception:  # it has no such kernel, or its result depends on values
+        return None
+
+
+def view_of(func: Operator, base: torch.Tensor, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
+    """The result of a view operator on a meta tensor; None where elements are not those of its base, in its places."""
+    try:
+        found = func(base, *args, **kwargs)
+    except Exception:  # torch cannot view these strides so, and an array can be reshaped always
+        return None
+    views = found if isinstance(found, (list, tuple)) else [found]
+    return found if all(v.dtype == base.dtype and not (v.is_conj() or v.is_neg()) for v in views) else None
+
+
+def _outline(values: Any) -> Any:
+    """For each value, its kind and what matters: 1, 1.0 and True are equal, and promote differently."""
+    return tuple(
+        (JaxTensor, value._storage.shape, value._storage.dtype)
+        if isinstance(value, JaxTensor)
+        else (torch.Tensor, value.shape, value.dtype)
+        if isinstance(value, torch.Tensor)
+        else (list, _outline(value))
+        if isinstance(value, (list, tuple))
+        else (type(value), value)
+        for value in values
+    )
+
+
+def _on_meta(outline: Any) -> Any:
+    kind, value, *dtype = outline
+    if dtype:
+        found = torch_dtype(dtype[0]) if kind is JaxTensor else dtype[0]
+        return torch.empty(value, dtype=found, device="meta")
+    if kind is list:
+        return list(map(_on_meta, value))
+    return torch.device("meta") if kind is torch.device else value

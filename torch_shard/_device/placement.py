@@ -17,8 +17,7 @@ from jax.typing import ArrayLike
 from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import flatten, host_array, struct_of, to_host
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_kind, named
-from torch_shard._common.wrappers import unwrapped
+from torch_shard._common.validate import check_kind, named, unwrapped
 from torch_shard._device.tensor import JaxTensor, wrap_array
 from torch_shard._hosts import exchange
 from torch_shard._sharding import (
@@ -211,6 +210,15 @@ def to_cpu(value: torch.Tensor | jax.Array) -> torch.Tensor:
     return to_host(array)
 
 
+MOST = 8
+"""Leaves that an error lists."""
+
+
+def _names(paths: list[str]) -> list[str]:
+    """Names of leaves, as in `targets.0` for `batch['targets'][0]`."""
+    return [re.sub(r"\['?([^]']*)'?\]", r".\1", path.removeprefix("batch")).removeprefix(".") for path in paths]
+
+
 class BatchLayout:
     """Placement of the leaves of a batch: the leading dim over some axes, or as a given spec says.
 
@@ -288,11 +296,22 @@ class BatchLayout:
     def check(self, leaves: list[PyTree], paths: list[str]) -> None:
         """Refuse a batch that does not divide."""
         if faults := self.faults(leaves, paths):
+            remedy = (
+                "Choose a batch size that divides, and drop the last incomplete batch (DataLoader(drop_last=True))."
+            )
+            if len({np.shape(leaf)[0] for leaf in leaves if np.shape(leaf)}) > 1:
+                of = _names(paths)[next(n for n, path in enumerate(paths) if faults[0].startswith(f"  {path} "))]
+                remedy += (
+                    " A leaf that does not have the rows of the batch (edges of a graph, boxes of an image) is given "
+                    f'whole to all devices by its name: make_train_step(..., batch_spec={{"{of}": P()}}), '
+                    'and "targets.**" names all that is within.'
+                )
             raise ValueError(
                 f"{caller()}: the batch cannot be split on mesh {describe_mesh(self.mesh)}.\n\n"
-                + "\n".join(faults)
-                + "\n\nChoose a batch size that divides, and drop the last incomplete batch "
-                "(DataLoader(drop_last=True))." + " Pad sequences to a length that divides." * self._follows_plan
+                + "\n".join(faults[:MOST])
+                + f"\n  and {len(faults) - MOST} more" * (len(faults) > MOST)
+                + f"\n\n{remedy}"
+                + " Pad sequences to a length that divides." * self._follows_plan
             )
 
     def at(self, paths: list[str]) -> list[BatchLayout]:
@@ -304,7 +323,7 @@ class BatchLayout:
         Raises:
             ValueError: A name of `batch_spec` finds none.
         """
-        names = [re.sub(r"\['?([^]']*)'?\]", r".\1", path.removeprefix("batch")).removeprefix(".") for path in paths]
+        names = _names(paths)
         matchers = {glob: make_matcher(glob) for glob in self.apart}
         for glob, matches in matchers.items():
             if not any(map(matches, names)):

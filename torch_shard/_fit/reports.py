@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from torch_shard._capture import is_metric
-from torch_shard._common.files import replacing
+from torch_shard._common.printed import replacing
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call
 from torch_shard._device import gather

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from torch_shard._common.caller import caller, public
 from torch_shard._common.simulated import wait_if_simulated
-from torch_shard._common.wrappers import check_module
+from torch_shard._common.validate import check_module
 from torch_shard._hosts.peers import PeerError, Peers, describe, most_each, pack, unpack
 from torch_shard._hosts.session import met, peers
 

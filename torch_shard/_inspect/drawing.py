@@ -19,8 +19,7 @@ from torch_shard._common.caller import error_prefix, public
 from torch_shard._common.convert import struct_of
 from torch_shard._common.printed import InNotebooks, printed, save_svg
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_kind
-from torch_shard._common.wrappers import unwrapped
+from torch_shard._common.validate import check_kind, unwrapped
 from torch_shard._device import JaxTensor
 from torch_shard._inspect.grid import DrawnArray, Grid, describe_names, make_grids, paint
 from torch_shard._sharding import ResolvedEntry, ResolvedPlan, named_tensors

@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from torch_shard._capture import tensors_in
 from torch_shard._common.caller import public
-from torch_shard._common.files import replacing
-from torch_shard._common.printed import aligned
+from torch_shard._common.printed import aligned, replacing
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._inspect.origins import Origin, Origins

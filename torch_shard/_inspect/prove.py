@@ -18,8 +18,7 @@ from torch_shard._common.caller import caller, error_prefix, public
 from torch_shard._common.dtypes import has_x64
 from torch_shard._common.printed import InNotebooks, printed
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_count, check_kind
-from torch_shard._common.wrappers import check_module
+from torch_shard._common.validate import check_count, check_kind, check_module
 from torch_shard._device import refuse_meta
 from torch_shard._inspect.training import Run, Training, check_optimizers
 from torch_shard._loss import check_loss_fn
@@ -329,7 +328,7 @@ def prove(
 def _rows(training: Training, layouts: Sequence[Layout], *, is_usual: bool) -> tuple[list[Proof], Run]:
     """Train under each layout, for a row of the table or to say why it does not fit; and one of these runs."""
     rows, runs, errors = list[Proof](), list[Run](), list[Exception]()
-    known: dict[int, tuple[str, list[Values], float, str]] = {}  # the reference, by the number of microbatches
+    known: dict[int, tuple[str, list[Values], float, str]] = {}  # the reference: one for all without microbatches
     for label, mesh, plan in layouts:
         about = describe_mesh(mesh)
         try:
@@ -341,10 +340,11 @@ def _rows(training: Training, layouts: Sequence[Layout], *, is_usual: bool) -> t
             errors.append(error)
             rows.append(Proof(label, about, "", None, " ".join(str(error).split()), need_not_fit=is_usual))
             continue
-        if parts not in known:
-            known[parts] = *run.reference(), *_limits(run)
+        key = 0 if parts == 1 else len(rows) + 1  # which rows a microbatch has depends on the layout
+        if key not in known:
+            known[key] = *run.reference(), *_limits(run)
             runs.append(run)
-        name, reference, tolerance, dtype = known[parts]
+        name, reference, tolerance, dtype = known[key]
         found = compared(differences(reference, None, run.values), name, mesh, tolerance, reference)
         rows.append(Proof(label, about, dtype, found))
     if len(errors) == len(layouts):

@@ -104,7 +104,8 @@ class Run:
         """The same on one device of this process, which holds all of it."""
         device = next(d for d in self.step.mesh.devices.flat if d.process_index == jax.process_index())
         mesh, plan = make_mesh([device], topology=None, batch=1), ShardingPlan({}, default=PartitionSpec())
-        whole = dataclasses.replace(self.training, batch_spec=PartitionSpec())
+        batches = [self.step.gradient_step.for_one_device(self.step.put(batch)) for batch in self.training.batches]
+        whole = dataclasses.replace(self.training, batches=batches, batch_spec=PartitionSpec())
         return whole.on(mesh, plan, self.step.options.accumulate_steps).values
 
     def reference(self) -> tuple[str, list[Values]]:

@@ -1,7 +1,7 @@
 """Functions across the border: a torch callable as a JAX function, JAX as torch, the jax_* adapters."""
 
-from torch_shard._interop.closure import CLOSURE, Reader
 from torch_shard._interop.effects import debug_print
+from torch_shard._interop.jax_function import CLOSURE, Reader
 from torch_shard._interop.kernels import Kernel
 from torch_shard._interop.lowering import lowering
 from torch_shard._interop.override import override

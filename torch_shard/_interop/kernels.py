@@ -18,8 +18,7 @@ from torch_shard._common.convert import Rest, Static, adopt_torch_nodes, spread_
 from torch_shard._common.dtypes import jax_dtype
 from torch_shard._common.overrides import KERNELS
 from torch_shard._common.types import PyTree
-from torch_shard._interop.closure import CLOSURE, MoreInputs, Reader
-from torch_shard._interop.jax_function import KnownFunction, Like, like, precision_of
+from torch_shard._interop.jax_function import CLOSURE, KnownFunction, Like, MoreInputs, Reader, like, precision_of
 from torch_shard._lowering import Own
 from torch_shard._sharding import check_mesh
 

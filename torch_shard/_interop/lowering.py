@@ -16,8 +16,7 @@ from torch_shard._common.caller import caller, error_prefix, public
 from torch_shard._common.overrides import FUNCTIONS, replace_in
 from torch_shard._common.types import Operator, PyTree
 from torch_shard._common.validate import check_kind
-from torch_shard._interop.closure import CLOSURE
-from torch_shard._interop.jax_function import run_known
+from torch_shard._interop.jax_function import CLOSURE, run_known
 from torch_shard._interop.kernels import Calls, Kernel, Split, described
 from torch_shard._lowering import LOWERINGS, ON_MESH, RANDOM, Own, RowSplit, find_lowering, is_own
 

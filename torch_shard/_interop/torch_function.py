@@ -31,7 +31,7 @@ from torch_shard._common.convert import Rest, Static, adopt_torch_nodes, take_ou
 from torch_shard._common.dtypes import captured_dtype
 from torch_shard._common.random import Key, NeedsKey
 from torch_shard._common.types import PyTree
-from torch_shard._interop.closure import CLOSURE, Reader
+from torch_shard._interop.jax_function import CLOSURE, Reader
 from torch_shard._lowering import Program, capture_settings
 
 

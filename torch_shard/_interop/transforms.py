@@ -22,7 +22,7 @@ from torch_shard._common.convert import adopt_torch_nodes
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import as_positions, check_kind
-from torch_shard._interop.closure import CLOSURE, MoreInputs, Reader
+from torch_shard._interop.jax_function import CLOSURE, MoreInputs, Reader
 from torch_shard._interop.views import call_jax, call_pure, is_adapted, pure_of
 from torch_shard._lowering import Program, capture_settings
 from torch_shard._sharding import check_mesh

@@ -26,8 +26,7 @@ from torch_shard._device import (
     to_array,
     wrap_array,
 )
-from torch_shard._interop.closure import CLOSURE, Reader
-from torch_shard._interop.jax_function import draw_seed, run_flat
+from torch_shard._interop.jax_function import CLOSURE, Reader, draw_seed, run_flat
 from torch_shard._interop.torch_function import TorchFunction
 from torch_shard._lowering import capture_settings
 from torch_shard._sharding import check_mesh

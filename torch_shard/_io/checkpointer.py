@@ -21,8 +21,7 @@ import jax
 from torch_shard._common.caller import caller, near_misses, public
 from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed, is_integer
 from torch_shard._hosts import PeerError, agree, check_peers, compare, exchange
-from torch_shard._io.integrity import Unreadable, find_damage, seal, sync_directory
-from torch_shard._io.interrupts import finish_at_exit, uninterrupted
+from torch_shard._io.integrity import Unreadable, find_damage, finish_at_exit, seal, sync_directory, uninterrupted
 from torch_shard._io.manifest import (
     HEAD,
     TENSORS,

@@ -16,10 +16,9 @@ import torch
 from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import struct_of
 from torch_shard._common.dtypes import torch_dtype
-from torch_shard._common.files import replacing
+from torch_shard._common.printed import replacing
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_count, check_directory, check_file, check_kind, check_path
-from torch_shard._common.wrappers import unwrapped
+from torch_shard._common.validate import check_count, check_directory, check_file, check_kind, check_path, unwrapped
 from torch_shard._device import refuse_meta, to_cpu
 from torch_shard._hosts import exchange
 from torch_shard._io.formats import DTYPES, Stored

@@ -16,8 +16,7 @@ from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import host_array
 from torch_shard._common.dtypes import has_x64
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_call, check_kind, check_path
-from torch_shard._common.wrappers import unwrapped
+from torch_shard._common.validate import check_call, check_kind, check_path, unwrapped
 from torch_shard._device import put, wrap_array
 from torch_shard._io.formats import Index, TensorFile, held_tensors, open_safetensors, open_torch, read_part, read_runs
 from torch_shard._io.match import Allowed, Match, Rename, TargetEntry

@@ -1,7 +1,7 @@
 """Batches: their array leaves, and what a program depends on in them."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -35,6 +35,22 @@ class BatchSignature:
     def paths(self) -> list[str]:
         """Path of each array leaf, for messages."""
         return array_paths(self.rebuild([torch.empty(spec.shape, device="meta") for spec in self.specs]))
+
+    @property
+    def texts(self) -> list[str]:
+        """Ids of rows, names of files and the like."""
+        return [leaf for leaf in self.leaves if type(leaf) is str]
+
+    @property
+    def without_texts(self) -> "BatchSignature":
+        """The same for all texts."""
+        return self.with_texts([""] * len(texts)) if (texts := self.texts) else self
+
+    def with_texts(self, texts: Iterable[object]) -> "BatchSignature":
+        """The same with these texts in the places of its own."""
+        given = iter(texts)
+        leaves = (next(given) if type(leaf) is str else leaf for leaf in self.leaves)
+        return dataclasses.replace(self, leaves=tuple(leaves))
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> PyTree:
         """The batch, with these tensors as its array leaves."""
@@ -124,3 +140,39 @@ def _paths(batch: PyTree) -> list[str]:
 def _is_iterator(node: object) -> bool:
     """Tell what JAX is not to look into, nor to warn of."""
     return isinstance(node, Iterator)
+
+
+class Text:
+    """A text that notes whatever is asked of it; C code, which would leave no trace, finds no text and raises."""
+
+    def __init__(self, value: str, read: list[str]) -> None:
+        self._value, self._read = value, read
+
+    @property
+    def __class__(self) -> type:  # isinstance(text, str), which is so of all
+        return str
+
+    @__class__.setter
+    def __class__(self, value: type) -> None:
+        raise TypeError("__class__ of a text cannot be set")
+
+    def __deepcopy__(self, memo: object) -> "Text":
+        return self
+
+    def __radd__(self, before: str) -> str:
+        return before + self.__str__()
+
+
+def _noting(name: str) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._read.append(self._value)
+        return getattr(self._value, name)(*args, **kwargs)
+
+    return call
+
+
+_ASKED = [name for name, method in vars(str).items() if callable(method)]
+_BY_C_CODE = ["__int__", "__index__", "__float__", "__complex__", "__bytes__", "__fspath__"]  # int(text), open(text)
+
+for _name in {*_ASKED, *_BY_C_CODE} - {"__new__", "__getattribute__", "__sizeof__"}:
+    setattr(Text, _name, _noting(_name))

@@ -12,7 +12,7 @@ import torch
 from torch_shard._capture import HostInputs, Mismatch, Reads
 from torch_shard._common.caller import caller
 from torch_shard._common.types import KEPT
-from torch_shard._loss.batch import BatchSignature
+from torch_shard._loss.batch import BatchSignature, Text
 from torch_shard._loss.captured import CapturedLoss
 from torch_shard._loss.host_values import HostValues, capture_with
 from torch_shard._loss.joint import JointLoss, LossShape, LossSource
@@ -69,12 +69,29 @@ class _LossCapture:
     def look_again(self, captured: CapturedLoss, host: HostInputs) -> None:
         """Capture it once more, as a program of it is about to run again."""
         again = self.run(host)
-        if captured.outline.is_same(again.outline):
+        if captured.is_same(again):
             return
         refuse_change(*JointLoss(self.source, self.signature, host)(None), self._what(), captured.difference(again))
 
     def _what(self) -> str:
         return f"{caller()}: {getattr(self.source.loss_fn, 'called', 'the loss')}"
+
+
+def reads_texts(
+    captured: CapturedLoss,
+    source: LossSource,
+    signature: BatchSignature,
+    values: HostValues,
+    sequence_dims: tuple[int | None, ...],
+) -> bool:
+    """Tell whether a captured loss may be another one with the texts of this batch (ids, paths): it asks for them."""
+    read = list[str]()
+    watched = signature.with_texts(Text(text, read) for text in signature.texts)
+    try:
+        again = _LossCapture(source, watched, sequence_dims).run(values.of(0))
+    except Exception:  # of C code, which is given no text
+        return True
+    return bool(read) or not captured.is_same(again)
 
 
 def loss_program(
@@ -92,7 +109,7 @@ def loss_program(
     flags = tuple(m.training for m in model.modules()) if source.train else None
     hooks = gradient_hooks(held.trainable.values()) if source.train else ()
     key = (_identity(source.loss_fn), signature, entries, flags, source.precision, source.layers, capture_settings())
-    key = (*key, hooks, values.num > 1, sequence_dims)
+    key = (*key, hooks, source.accumulate_steps, sequence_dims)
     if plan is not None and (plan.activations or plan.context):
         key = (*key, plan.activations, plan.context, plan.mesh)  # the mesh says what fits
     refs = _CAPTURED.setdefault(model, {})

@@ -67,6 +67,10 @@ class CapturedLoss:
         self._reads.renew()  # a count of calls has gone on, and was seen to be harmless
         self._attributes.renew()
 
+    def is_same(self, other: "CapturedLoss") -> bool:
+        """Tell whether another capture is the same program."""
+        return self.outline.is_same(other.outline)
+
     def outdated(self) -> str | None:
         """Say what has changed since the capture, of all that the signature does not tell; None if nothing has."""
         if not flags_hold(self.others):

@@ -56,6 +56,7 @@ class LossSource:
         layers: What concerns repeated layers.
         plan: How entries and activations are split; None where it is only looked at.
         trained: The parameters with gradients, if not all that require them.
+        accumulate_steps: Number of microbatches, whose gradients add up: they are those of `loss / accumulate_steps`.
     """
 
     model: torch.nn.Module
@@ -65,6 +66,7 @@ class LossSource:
     layers: LayerOptions = dataclasses.field(default_factory=LayerOptions)
     plan: ResolvedPlan | None = None
     trained: Collection[str] | None = None
+    accumulate_steps: int = 1
 
     @property
     def held(self) -> Holdings:
@@ -186,7 +188,9 @@ class JointLoss:
                 "cuts the gradient: .detach(), torch.no_grad(), torch.inference_mode() (around the step, too), argmax, "
                 "or a loss of the batch alone."
             )
-        found = _derivatives(loss, list(leaves.values()))
+        # hooks see what they would in `(loss / n).backward()`, and need not be linear
+        seed = torch.full_like(loss, 1 / n) if (n := self._source.accumulate_steps) > 1 else None
+        found = _derivatives(loss, seed, list(leaves.values()))
         without = tuple(name for name, grad in zip(leaves, found, strict=True) if grad is None)
         grads = [
             torch.zeros(p.shape, dtype=p.dtype) if g is None else g for p, g in zip(leaves.values(), found, strict=True)
@@ -204,12 +208,14 @@ def _hooks(name: str, parameter: torch.Tensor) -> list[Callable[..., object]]:
     return list((parameter._backward_hooks or {}).values())
 
 
-def _derivatives(loss: torch.Tensor, leaves: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+def _derivatives(
+    loss: torch.Tensor, seed: torch.Tensor | None, leaves: list[torch.Tensor]
+) -> Sequence[torch.Tensor | None]:
     """Gradients; by `backward` where some may land in `.grad` only, which costs the capture a node for each."""
     try:
         if all(leaf.grad is None for leaf in leaves) and not runs_user_backward([loss]):
-            return torch.autograd.grad(loss, leaves, allow_unused=True)
-        loss.backward()
+            return torch.autograd.grad(loss, leaves, seed, allow_unused=True)
+        loss.backward(seed)
     except RuntimeError as error:
         if "backward through the graph a second time" not in str(error):
             raise

@@ -85,7 +85,7 @@ class Microbatches:
         return dataclasses.replace(batch, leaves=tuple(leaves))
 
     def run(self, program: LossProgram, plan: ResolvedPlan) -> tuple[Callable[..., LossOutputs], list[str]]:
-        """`program.run` for a whole batch: the mean of the microbatches' losses and of their gradients.
+        """`program.run` for a whole batch: the mean of the microbatches' losses, and its gradients.
 
         Sums of gradients are taken in float32 at least, each where the plan has its parameter.
         Buffers, and parameters that forward writes, go from one microbatch to the next. Metrics: the mean of a
@@ -160,7 +160,7 @@ class Microbatches:
             out,
             loss=_mean(out.loss),
             metrics=jax.tree.map(self._metric, out.metrics),
-            grads=jax.tree.map(lambda total, like: (total / self.num).astype(like.dtype), sums, trained),
+            grads=jax.tree.map(lambda total, like: total.astype(like.dtype), sums, trained),
         )
 
     def _metric(self, stacked: jax.Array) -> jax.Array:

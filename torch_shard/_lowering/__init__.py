@@ -5,16 +5,19 @@ from torch_shard._lowering.compiler_options import compiler_options
 from torch_shard._lowering.constrained_values import ConstrainedValue, ConstrainedValues, constrained_values
 from torch_shard._lowering.constraints import DIMS, ROWS, SEQUENCE, USED_AS
 from torch_shard._lowering.interpreter import (
+    Own,
     conform,
     draws_random,
     exact_integers,
+    is_own,
     lower,
     matmul_precision,
     missing_lowerings,
     operation,
+    own_of,
     place_of,
+    report_own,
 )
-from torch_shard._lowering.look_again import Looks, refuse_change
 from torch_shard._lowering.ops import (
     LOWERINGS,
     ON_MESH,
@@ -34,6 +37,5 @@ from torch_shard._lowering.ops import (
 )
 from torch_shard._lowering.ops.constrained import CONSTRAINED, LAID, constrained, spec_apart
 from torch_shard._lowering.ops.context import SPLIT, OverContext
-from torch_shard._lowering.own import Own, is_own, own_of, report_own
-from torch_shard._lowering.program import Program, capture_settings
+from torch_shard._lowering.program import Looks, Program, capture_settings, refuse_change
 from torch_shard._lowering.rows import RowSplit

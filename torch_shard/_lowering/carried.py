@@ -16,7 +16,7 @@ from torch_shard._capture import Captured, bits_of, is_literal
 from torch_shard._common.dtypes import has_x64
 from torch_shard._common.fx import args_of, dtype_of, fill_in, new_before, shape_of
 from torch_shard._lowering.constraints import DIMS, USED_AS
-from torch_shard._lowering.own import own_of
+from torch_shard._lowering.interpreter import own_of
 
 aten = torch.ops.aten
 

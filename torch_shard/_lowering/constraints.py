@@ -18,8 +18,17 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 from torch.fx import Node
 
-from torch_shard._common.fx import args_of, aten_name, operator_name, shape_of, sources_of, target_of
-from torch_shard._common.operator_families import PRODUCTS, RESHAPES, SCATTERS
+from torch_shard._common.fx import (
+    PRODUCTS,
+    RESHAPES,
+    SCATTERS,
+    args_of,
+    aten_name,
+    operator_name,
+    shape_of,
+    sources_of,
+    target_of,
+)
 from torch_shard._common.types import Operator, PyTree
 from torch_shard._lowering.rows import RowSplit, is_uneven
 from torch_shard._sharding import constrain_in_steps, has_three_axes

@@ -18,20 +18,21 @@ from torch_shard._common.convert import host_array, to_host
 from torch_shard._common.dtypes import has_x64, jax_dtype
 from torch_shard._common.fx import sources_of
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_call, check_kind, check_seed
-from torch_shard._common.wrappers import unwrapped
+from torch_shard._common.validate import check_call, check_kind, check_seed, unwrapped
 from torch_shard._device import put, refuse_wide, wrap_array
 from torch_shard._lowering import compiler_options, matmul_precision, operation
-from torch_shard._materialize.construct import Construction, Init, construct, construct_again
-from torch_shard._materialize.refusals import (
+from torch_shard._materialize.construct import (
+    Construction,
+    Init,
     check_init,
+    construct,
+    construct_again,
     refuse_mixed,
     refuse_unusable,
     refuse_unwritten,
     refuse_views,
 )
-from torch_shard._materialize.slices import Fill, Slice, call_in_torch, cut, fills_of, host_value, is_constant
-from torch_shard._materialize.threefry import FUSED
+from torch_shard._materialize.slices import FUSED, Fill, Slice, call_in_torch, cut, fills_of, host_value, is_constant
 from torch_shard._sharding import (
     ShardingPlan,
     TensorPlaces,

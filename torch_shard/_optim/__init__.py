@@ -1,8 +1,6 @@
 """Optimizers: those of torch by their formulas, and any optax transformation, on parameters by name and on stacks."""
 
-from torch_shard._optim.average import AverageState, averaged, check_average, inner_state, is_average
 from torch_shard._optim.by_name import run_by_name
-from torch_shard._optim.clipping import check_clipping, clip_in_torch, clipped
 from torch_shard._optim.from_torch import TorchOptimizer
 from torch_shard._optim.known import check_optimizer, in_optimizer
 from torch_shard._optim.moments import (
@@ -13,6 +11,16 @@ from torch_shard._optim.moments import (
     narrowed,
     parameter_of,
     widened,
+)
+from torch_shard._optim.stored_update import (
+    AverageState,
+    averaged,
+    check_average,
+    check_clipping,
+    clip_in_torch,
+    clipped,
+    inner_state,
+    is_average,
 )
 from torch_shard._optim.transforms import (
     adadelta,

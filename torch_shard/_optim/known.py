@@ -9,8 +9,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from torch_shard._common.caller import caller
-from torch_shard._optim.matrix_rules import ADAFACTOR, MUON
-from torch_shard._optim.rule import Rule
+from torch_shard._optim.rule import ADAFACTOR, MUON, Rule
 from torch_shard._optim.rules import ADADELTA, ADAGRAD, ADAM, ADAMAX, ASGD, NADAM, RADAM, RMSPROP, RPROP, SGD
 
 RULES: dict[type[torch.optim.Optimizer], Rule] = {

@@ -1,16 +1,21 @@
 """A rule applied to arrays as they are stored: one by one, or rows of a stack at once."""
 
-# JAX annotates some of its functions in part.
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# JAX annotates some of its functions in part, and says nothing of what `jax.tree.map` gives to a function.
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 
+from torch_shard._common.caller import caller
+from torch_shard._common.types import PyTree
 from torch_shard._optim.rule import Entry, Flags, Rule, Scalars, Slots
 from torch_shard._sharding import HostTransfers, Layout, RowUpdate, Stacks, is_on_host
 
@@ -137,3 +142,91 @@ def update_tensor(rule: Rule, flags: Flags, entry: Entry, scalars: Scalars) -> t
 def stored_rows(values: Stacks, names: tuple[str, ...]) -> jax.Array:
     """What is stored for these names, as it is stored."""
     return values.kept(names[0]) if len(names) == 1 else values.kept_rows(names)
+
+
+# The exponential moving average of parameters, kept beside the state of any optimizer.
+
+
+class AverageState(NamedTuple):
+    """What the optimizer of a step with `ema=` keeps.
+
+    Attributes:
+        inner: The state of the optimizer.
+        ema: The average of each parameter that it updates, by name.
+    """
+
+    inner: Any
+    ema: Any
+
+
+def check_average(decay: object) -> None:
+    """Refuse what is no decay."""
+    if decay is not None and not (isinstance(decay, int | float) and not isinstance(decay, bool) and 0 <= decay < 1):
+        raise ValueError(
+            f"{caller()}: ema must be the decay of the average, at least 0 and less than 1, such as 0.999, "
+            f"got {decay!r}."
+        )
+
+
+def averaged(ema: Stacks, params: Stacks, decay: float) -> Stacks:
+    """The averages after an update, `decay * ema + (1 - decay) * parameter`, in float32 at least."""
+
+    def moved(names: tuple[str, ...], old: jax.Array) -> jax.Array:
+        new = stored_rows(params, names)
+        dtype = jnp.promote_types(old.dtype, jnp.float32)
+        return (decay * old.astype(dtype) + (1 - decay) * new.astype(dtype)).astype(old.dtype)
+
+    return Stacks(ema.layout, map(moved, ema.layout.groups, ema.arrays))
+
+
+def inner_state(opt_state: PyTree) -> PyTree:
+    """The state of the optimizer, without averages."""
+    return opt_state.inner if isinstance(opt_state, AverageState) else opt_state
+
+
+def is_average(path: tuple[Any, ...]) -> bool:
+    """Tell whether the path of a leaf in the state of an optimizer leads to an average."""
+    return any(getattr(entry, "name", None) == "ema" for entry in path)
+
+
+# Gradients made smaller before the update, as `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` do it.
+
+
+T = TypeVar("T")
+
+
+def check_clipping(max_norm: object, max_value: object) -> None:
+    """Refuse limits that are not positive numbers, and two of them."""
+    for name, value in (("clip_grad_norm", max_norm), ("clip_grad_value", max_value)):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{caller()}: {name} must be a positive number or None, got {value!r}.")
+        if not value > 0:
+            raise ValueError(f"{caller()}: {name} must be a positive number or None, got {value!r}.")
+    if max_norm is not None and max_value is not None:
+        raise ValueError(f"{caller()}: give clip_grad_norm or clip_grad_value, not both.")
+
+
+def clip_in_torch(grads: Iterable[torch.nn.Parameter], *, max_norm: float | None, max_value: float | None) -> None:
+    """Let torch clip what is in `.grad`.
+
+    Args:
+        grads: Parameters with gradients.
+        max_norm: As `clipped` takes it.
+        max_value: As `clipped` takes it.
+    """
+    if max_norm is not None:
+        torch.nn.utils.clip_grad_norm_(grads, max_norm)
+    elif max_value is not None:
+        torch.nn.utils.clip_grad_value_(grads, max_value)
+
+
+def clipped(grads: T, norm: jax.Array, *, max_norm: float | None, max_value: float | None) -> T:
+    """Gradients within the limits."""
+    if max_norm is not None:
+        scale = jnp.minimum(max_norm / (norm + 1e-6), 1.0)
+        return jax.tree.map(lambda grad: grad * scale.astype(grad.real.dtype), grads)
+    if max_value is not None:
+        return jax.tree.map(lambda grad: jnp.clip(grad, -max_value, max_value), grads)
+    return grads

@@ -10,8 +10,7 @@ from torch import nn
 
 from torch_shard._common.caller import caller, error_prefix
 from torch_shard._common.types import Device
-from torch_shard._common.validate import is_integer
-from torch_shard._common.wrappers import check_module
+from torch_shard._common.validate import check_module, is_integer
 from torch_shard._plans.decisions import listed
 from torch_shard._plans.from_hf import Rules, from_hf
 from torch_shard._plans.recipes import fsdp, replicated

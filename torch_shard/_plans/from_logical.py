@@ -15,8 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from torch import nn
 
 from torch_shard._common.caller import caller, error_prefix
-from torch_shard._common.validate import check_kind
-from torch_shard._common.wrappers import check_module
+from torch_shard._common.validate import check_kind, check_module
 from torch_shard._plans.decisions import (
     Axes,
     Decision,

@@ -13,8 +13,7 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 from torch_shard._common.caller import caller, error_prefix, near_misses
-from torch_shard._common.validate import check_kind
-from torch_shard._common.wrappers import check_module
+from torch_shard._common.validate import check_kind, check_module
 from torch_shard._plans.decisions import (
     Axes,
     Decision,

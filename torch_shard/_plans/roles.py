@@ -303,7 +303,8 @@ class _Reader:
         if product.groups > 1:
             return product.groups
         length = product.num_out if side == "column" else product.num_in
-        return count_heads(self._model.get_submodule(parent), name, product, length)
+        owner = nn.Module.get_submodule(self._model, parent)  # which a scripted module refuses
+        return count_heads(owner, name, product, length)
 
 
 def _at_inputs(products: Mapping[str, Product]) -> set[str]:

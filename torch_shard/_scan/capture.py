@@ -15,12 +15,10 @@ from torch_shard._scan.dims import Dim, note_rows
 from torch_shard._scan.execute import Inputs, Result, execute
 from torch_shard._scan.instructions import BundleValues, Instruction, Saving, instructions_of, only_adds_bundles
 from torch_shard._scan.intercept import LayerInterceptor
-from torch_shard._scan.piece_values import Cut
-from torch_shard._scan.pieces import EntryNotes
+from torch_shard._scan.pieces import Cut, EntryNotes
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call
 from torch_shard._scan.reroll import Loop, reroll
-from torch_shard._scan.restarts import Refused, Restart, Unbundled
-from torch_shard._scan.siblings import LEAST, GraphInput, Siblings, find_siblings, names_of
+from torch_shard._scan.siblings import LEAST, GraphInput, Refused, Restart, Siblings, Unbundled, find_siblings, names_of
 from torch_shard._sharding import LossFn, Stages
 
 SHOWN = 6

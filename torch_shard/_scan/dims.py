@@ -13,8 +13,18 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from torch_shard._common.fx import args_of, aten_name, fill_in, shape_of, target_of
-from torch_shard._common.operator_families import DIM_VIEWS, MATRIX_PRODUCTS, REDUCTIONS, RESHAPES, is_pointwise
+from torch_shard._common.fx import (
+    DIM_VIEWS,
+    MATRIX_PRODUCTS,
+    REDUCTIONS,
+    RESHAPES,
+    args_of,
+    aten_name,
+    fill_in,
+    is_pointwise,
+    shape_of,
+    target_of,
+)
 from torch_shard._lowering import DIMS, LAID, ROWS, SEQUENCE, SPLIT
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call, Region
 

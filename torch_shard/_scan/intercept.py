@@ -22,8 +22,18 @@ from torch_shard._common.patching import patched
 from torch_shard._scan.fingerprint import Fingerprint, hooks_refused
 from torch_shard._scan.layer_call import BundledParameter, LayerCall, OuterCapture, adopted, saving_plainly
 from torch_shard._scan.region import CALLS, Call, Region
-from torch_shard._scan.restarts import Abandoned, NewKind, Refused, Restart, SeenCall, Unbundled, Unused
-from torch_shard._scan.siblings import Bundle, Siblings
+from torch_shard._scan.siblings import (
+    Abandoned,
+    Bundle,
+    LeftBehind,
+    NewKind,
+    Refused,
+    Restart,
+    SeenCall,
+    Siblings,
+    Unbundled,
+    Unused,
+)
 
 _CAPTURES = itertools.count()
 
@@ -93,8 +103,10 @@ class LayerInterceptor:
         return adopted(parameter)
 
     def note(self, reason: Restart) -> None:
-        """Let the capture start again once the user's code has run; the first reason stays."""
+        """Let the capture start again once the user's code has run; the first reason stays, with others of its kind."""
         self.restart = self.restart or reason
+        if isinstance(self.restart, LeftBehind) and isinstance(reason, LeftBehind):
+            self.restart.tensors.update(reason.tensors)
 
     def _call(self, group: Siblings, module: nn.Module, run: Callable[[], object]) -> object:
         number = self._counts[group]

@@ -32,8 +32,7 @@ from torch_shard._capture import (
 from torch_shard._lowering import keeps_whole, missing_lowerings
 from torch_shard._scan.fingerprint import Fingerprint
 from torch_shard._scan.region import Call, Origin, Region, RegionFunction, UnknownResults
-from torch_shard._scan.restarts import LeftBehind, Restart
-from torch_shard._scan.siblings import Bundle, Siblings
+from torch_shard._scan.siblings import Bundle, LeftBehind, Restart, Siblings
 from torch_shard._sharding import place_of
 
 
@@ -250,7 +249,7 @@ class LayerCall:
 
     def _used(self, region: Region, number: int) -> torch.Tensor:
         """A tensor for one that the call left behind and that somebody uses, which restarts the capture."""
-        self._around.note(LeftBehind(region.group, region.number, number))
+        self._around.note(LeftBehind({(region.group, region.number, number): None}))
         return adopted(region.made[number])
 
     def unknown_results(self) -> object:

@@ -9,8 +9,19 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument
 
-from torch_shard._common.fx import aten_name, depending_on, has_effect, is_random, operator_name, outputs_of
-from torch_shard._common.operator_families import COPIES, DIM_VIEWS, FILLS, PRODUCTS, RESHAPES
+from torch_shard._common.fx import (
+    COPIES,
+    DIM_VIEWS,
+    FILLS,
+    PRODUCTS,
+    RESHAPES,
+    aten_name,
+    depending_on,
+    has_effect,
+    is_random,
+    operator_name,
+    outputs_of,
+)
 
 
 def _is_product(node: Node) -> bool:

@@ -22,11 +22,33 @@ from jax.sharding import PartitionSpec
 from torch.fx import Graph, Node
 
 from torch_shard._capture import Captured
-from torch_shard._common.fx import args_of, aten_name, fill_in, is_random, notes_of, operator_name, outputs_of, shape_of
-from torch_shard._common.operator_families import RESHAPES, is_pointwise
+from torch_shard._common.fx import (
+    RESHAPES,
+    args_of,
+    aten_name,
+    fill_in,
+    is_pointwise,
+    is_random,
+    notes_of,
+    operator_name,
+    outputs_of,
+    shape_of,
+)
 from torch_shard._lowering import CONSTRAINED, USED_AS, own_of
-from torch_shard._scan.piece_rules import PRODUCTS, TURNS, cut_in_view, filled, moved_to, rule_of
-from torch_shard._scan.piece_values import Apart, Builder, Cut, cut_shape, empty, node_of
+from torch_shard._scan.piece_rules import (
+    PRODUCTS,
+    TURNS,
+    Apart,
+    Builder,
+    Cut,
+    cut_in_view,
+    cut_shape,
+    empty,
+    filled,
+    moved_to,
+    node_of,
+    rule_of,
+)
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call, Region
 from torch_shard._scan.siblings import GraphInput
 from torch_shard._sharding import Pieces

@@ -13,8 +13,7 @@ from torch.fx import Node
 
 from torch_shard._capture import Captured, read_by
 from torch_shard._common.fx import depending_on, outputs_of
-from torch_shard._scan.restarts import Refused, Restart
-from torch_shard._scan.siblings import Bundle, Siblings
+from torch_shard._scan.siblings import Bundle, Refused, Restart, Siblings
 
 Origin = Literal["buffer", "outside", "constant", "cotangent"]
 """The origin of an input of a region."""

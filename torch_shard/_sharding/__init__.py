@@ -2,8 +2,7 @@
 
 # pyright: reportUnusedImport=false
 
-from torch_shard._sharding.activations import RETURN, Constraint, find_moving_axes
-from torch_shard._sharding.context import Context, ContextMode
+from torch_shard._sharding.activations import RETURN, Constraint, find_moving_axes, make_matcher
 from torch_shard._sharding.entries import (
     OF_EVERY_MODULE,
     Holdings,
@@ -50,8 +49,7 @@ from torch_shard._sharding.mesh import (
     refuse_compile_only,
     slices_of,
 )
-from torch_shard._sharding.patterns import make_matcher
-from torch_shard._sharding.pipeline import Pipeline, Schedule, Stages
+from torch_shard._sharding.pipeline import Context, ContextMode, Pipeline, Schedule, Stages
 from torch_shard._sharding.plan import ShardingPlan, check_plan, in_form_of
 from torch_shard._sharding.resolved import ResolvedEntry, ResolvedPlan
 from torch_shard._sharding.stack_rows import row_sharding, stack_sharding, take_row

@@ -1,18 +1,18 @@
 """Rules for what modules take and return: by the names of modules and arguments, checked before anything is traced."""
 
 # PyTorch annotates some of its functions in part.
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
 
 import difflib
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
 from torch_shard._sharding.mesh import axes_of, describe_spec, find_spec_faults, has_three_axes
-from torch_shard._sharding.patterns import make_matcher
 
 RETURN = "return"
 """In the place of an argument: what a module returns. No argument of Python can have this name."""
@@ -189,3 +189,20 @@ def _choose(asked: list[Constraint]) -> Constraint | str:
         return first
     shown = " and ".join(f'"{c.rule}": {describe_spec(c.spec)}' for c in (first, clash))
     return f'activations rules {shown} give {first.place} different specs. Add a rule for "{first.place}" itself.'
+
+
+# Patterns of names: exact, globs over dotted segments, or regular expressions.
+
+
+def make_matcher(key: str | re.Pattern[str]) -> Callable[[str], object]:
+    """Tell whether a name is what a rule says: an exact name, a glob or a regex."""
+    if isinstance(key, re.Pattern):
+        return key.fullmatch
+    if "*" not in key:
+        return key.__eq__
+    # Every segment takes its closing dot along, so that `**` may stand for no segment at all.
+    parts = (
+        r"(?:[^.]*\.)*" if part == "**" else re.escape(part).replace(r"\*", "[^.]*") + r"\." for part in key.split(".")
+    )
+    whole = re.compile("".join(parts))
+    return lambda name: whole.fullmatch(name + ".")

@@ -146,7 +146,21 @@ def with_values(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Mod
     for m in module.modules():  # the old weight_norm and pruning keep what they computed, which torch cannot copy
         computed = [v for v in vars(m).values() if isinstance(v, torch.Tensor) and v.grad_fn is not None]
         memo.update((id(v), v.detach().clone()) for v in computed)
-    return copy.deepcopy(module, memo)
+    with torch.no_grad():  # else the parameters of scripted modules are no leaves
+        copied = copy.deepcopy(module, memo)
+    found = named_tensors(copied)
+    for name, tensor in named_tensors(module).items():  # a `__deepcopy__` of its own may not ask for what is here
+        value, there = cast(torch.Tensor, memo[id(tensor)]), found.get(name)
+        if there is None or there is tensor:
+            raise ValueError(
+                f"{caller()}: copy.deepcopy({type(module).__name__}) gives a module "
+                + (f"without {name}" if there is None else f"that shares {name} with it")
+                + ", by a __deepcopy__ that is not PyTorch's own. Let it copy parameters and buffers, or delete it."
+            )
+        if there is not value and not value.is_meta:
+            there.data.copy_(value)
+            there.requires_grad_(tensor.requires_grad)
+    return copied
 
 
 def gradient_hooks(params: Iterable[torch.Tensor]) -> tuple[tuple[int, ...], ...]:

@@ -22,15 +22,12 @@ from torch.nn.parameter import is_lazy
 from torch_shard._common.caller import public
 from torch_shard._common.printed import InNotebooks
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_kind
-from torch_shard._common.wrappers import unwrapped
-from torch_shard._sharding.activations import Constraint, find_type_fault, resolve_activations
-from torch_shard._sharding.context import Context
+from torch_shard._common.validate import check_kind, unwrapped
+from torch_shard._sharding.activations import Constraint, find_type_fault, make_matcher, resolve_activations
 from torch_shard._sharding.entries import group_ties, named_tensors
 from torch_shard._sharding.forms import Form, Padded, Pieces, kernel_forms
 from torch_shard._sharding.mesh import axes_of, check_mesh, describe_mesh, describe_spec, find_spec_faults
-from torch_shard._sharding.patterns import make_matcher
-from torch_shard._sharding.pipeline import Pipeline
+from torch_shard._sharding.pipeline import Context, Pipeline
 from torch_shard._sharding.resolved import ResolvedEntry, ResolvedPlan, print_wide
 
 Rules: TypeAlias = Mapping[str, PartitionSpec] | Mapping[str | re.Pattern[str], PartitionSpec]

@@ -267,6 +267,8 @@ def _difference(a: np.ndarray, b: np.ndarray, rtol: float, atol: float) -> float
     wide_a, wide_b = a.astype(kind), b.astype(kind)
     with np.errstate(invalid="ignore"):  # inf - inf
         difference = np.abs(wide_a - wide_b)
+        if np.issubdtype(b.dtype, np.integer):  # float64 does not tell large ones apart
+            difference = np.subtract(np.maximum(a, b).astype(np.uint64), np.minimum(a, b).astype(np.uint64))
         close = (a == b) | (np.isnan(wide_a) & np.isnan(wide_b))
         if rtol or atol:
             close |= difference <= atol + rtol * np.abs(wide_b)

@@ -19,6 +19,7 @@ from rich.filesize import decimal
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import host_array, struct_of
 from torch_shard._common.types import PyTree
+from torch_shard._common.validate import named
 from torch_shard._device import put, put_rows
 from torch_shard._optim import AverageState, in_optimizer, is_average, is_narrow, narrow_like, parameter_of, run_by_name
 from torch_shard._scan import Siblings, stack_layout
@@ -204,7 +205,8 @@ class StateLayout:
             for group in layout.groups:
                 form = layout.forms.get(group[0])
                 rows = [values[name] if form is None else form.store(values[name]) for name in group]
-                array = _placed(rows, self._plan.of_group(group, layout), keep=release is None)
+                with named(group[0]):
+                    array = _placed(rows, self._plan.of_group(group, layout), keep=release is None)
                 yield array if taken is None else _own(array, taken)
                 if release is not None:
                     release(tuple(group))

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from torch_shard._capture import Mismatch, is_capturing
 from torch_shard._common.caller import error_prefix
 from torch_shard._common.types import PyTree
-from torch_shard._common.wrappers import check_module
+from torch_shard._common.validate import check_module
 from torch_shard._cost import TooLarge
 from torch_shard._hosts import is_shared
 from torch_shard._loss import (
@@ -33,6 +33,7 @@ from torch_shard._loss import (
     check_loss_fn,
     loss_program,
     own_copy,
+    reads_texts,
 )
 from torch_shard._lowering import RowSplit, capture_settings
 from torch_shard._plans import experts_of
@@ -48,13 +49,12 @@ from torch_shard._sharding import (
     shared_memory,
 )
 from torch_shard._state import TrainState, as_arrays, check_names, refuse_traced, with_key
-from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.facts import agree_on_program, facts_of_call, facts_of_step
 from torch_shard._train.model_tensors import ModelTensors
 from torch_shard._train.options import StepOptions
 from torch_shard._train.placing import Placer, ShardedBatch
 from torch_shard._train.program_cache import ProgramCache, ProgramKey
-from torch_shard._train.programs import StepProgram
+from torch_shard._train.programs import CompileCache, StepProgram
 from torch_shard._train.saved import read_step
 
 logger = logging.getLogger(__name__)
@@ -141,6 +141,7 @@ class CompiledStep:
             layers=self.layers,
             plan=plan,
             trained=self._trained,
+            accumulate_steps=options.accumulate_steps,
         )
 
     @property
@@ -245,6 +246,7 @@ class CompiledStep:
             key,
             values,
             capture=functools.partial(self._capture, key, values),
+            reads_texts=functools.partial(self._reads_texts, key, values),
             compile_loss=functools.partial(self._compile, key=key, arrays=arrays, of=(state, values)),
             looks=self.options.look_again and not only_shapes,
         )
@@ -275,7 +277,7 @@ class CompiledStep:
             self._microbatches.signature(key.signature),
             values,
             microbatch=microbatch,
-            sequence_dims=self.layout.sequence_dims([s.shape for s in key.signature.specs], key.signature.paths),
+            sequence_dims=self._sequence_dims(key),
             rows=self._row_split(),
         )
         later = loss.host.later if loss.host else {}
@@ -285,6 +287,13 @@ class CompiledStep:
                 "so that the next of several microbatches may need another program. Use accumulate_steps=1."
             )
         return loss
+
+    def _reads_texts(self, key: ProgramKey, values: HostValues, loss: LossProgram) -> bool:
+        signature = self._microbatches.signature(key.signature)
+        return reads_texts(loss.captured, self._source, signature, values, self._sequence_dims(key))
+
+    def _sequence_dims(self, key: ProgramKey) -> tuple[int | None, ...]:
+        return self.layout.sequence_dims([s.shape for s in key.signature.specs], key.signature.paths)
 
     def _row_split(self) -> RowSplit:
         """The axes over which rows are split; they are to be kept so where parameters are split over these too."""

@@ -99,7 +99,7 @@ class Placer:
         self, given: HostBatch, leaves: list[PyTree], signature: BatchSignature, only_shapes: bool
     ) -> _Placement:
         local = given.local and self._own.rows.num_processes > 1
-        key = local, signature
+        key = local, signature.without_texts
         found = self._placements.use(key)
         self._num_local += local and not only_shapes
         # Processes compare each batch of a new signature, and of others the 2nd, 4th, 8th, ...: that takes no time.
@@ -111,7 +111,8 @@ class Placer:
             found = self._choose(whole, paths, local), whole, self._num_rows(whole, paths)
             self._placements.keep(key, found)
             _say_rounded(paths, signature)
-        return found
+        layouts, whole, num_rows = found
+        return layouts, whole.with_texts(texts) if (texts := signature.texts) else whole, num_rows
 
     def _whole(self, own: BatchSignature, paths: list[str]) -> BatchSignature:
         """Signature of the whole of a batch of which this process has a part."""

@@ -41,6 +41,12 @@ class ProgramKey:
     hooks: tuple[tuple[int, ...], ...]
     skip_grad_norm: float | None
 
+    @property
+    def without_texts(self) -> "ProgramKey":
+        """The same for all texts in the batch."""
+        bare = self.signature.without_texts
+        return self if bare is self.signature else dataclasses.replace(self, signature=bare)
+
     def difference(self, earlier: "ProgramKey") -> str:
         """Say what differs from an earlier program."""
         if self.flags != earlier.flags:
@@ -56,7 +62,8 @@ class ProgramKey:
             return f"the structure of the batch changed from {old.tree} to {new.tree}"
         pairs = zip(old.leaves, new.leaves, strict=True)
         changed = [_difference(was, now) for was, now in pairs if was != now]
-        return "in the batch, " + "; ".join(changed)
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        return "in the batch, " + "; ".join(changed[:3]) + more
 
     def varying(self, others: Iterable["ProgramKey"]) -> dict[str, list[tuple[int, ...]]]:
         """Arrays of the batch that have come in three shapes or more where all else is as here: paths and shapes."""
@@ -66,6 +73,10 @@ class ProgramKey:
             return {}
         pairs = zip(self.signature.paths, shapes, strict=True)
         return {path: seen for path, seen in pairs if len(seen) >= MANY_SHAPES}
+
+    def apart_from_plain(self) -> tuple[object, ...]:
+        """The same for all values in the batch that are neither numbers nor arrays."""
+        return *self._apart_from_leaves(), tuple(self.signature.specs)
 
     def _apart_from_leaves(self) -> tuple[object, ...]:
         signature = self.signature
@@ -110,6 +121,14 @@ class Causes:
         )
 
 
+_TEXTS = (
+    "loss_fn reads a text of the batch (an id, a path), and a program is for one text. Pass what it needs of it as a "
+    "number or a tensor."
+)
+_PLAIN = (
+    "What is neither a number nor an array is a part of the program, and so are the texts of an object. Leave out of "
+    "the batch what the loss does not read, or give it as a dict."
+)
 _OF_ATTRIBUTES = (
     "Pass what changes from step to step in the batch, as a tensor, or keep it in a buffer (register_buffer). A tensor "
     "may also be written in place (x.copy_(new)), which needs no other program."
@@ -131,7 +150,8 @@ class ProgramCache:
 
     def __init__(self, who: str) -> None:
         self._who = who
-        self._families = LastUsed[ProgramKey, list[StepProgram]]()  # in each, the one that was used last is the last
+        # By what they are for apart from texts; in each, the one that was used last is the last.
+        self._families = LastUsed[ProgramKey, list[StepProgram]]()
         self._causes, self._has_warned = Causes(who), False
 
     def __iter__(self) -> Iterator[StepProgram]:
@@ -145,6 +165,7 @@ class ProgramCache:
         *,
         capture: Callable[[int], LossProgram],
         compile_loss: Callable[[LossProgram], StepProgram],
+        reads_texts: Callable[[LossProgram], bool],
         looks: bool,
     ) -> tuple[StepProgram, list[jax.Array]]:
         """The program for a call, made where there is none yet, and its inputs that are computed on the host.
@@ -154,24 +175,29 @@ class ProgramCache:
             values: What Python may ask for.
             capture: Captures the loss for a microbatch.
             compile_loss: Makes a program of a loss.
+            reads_texts: Tells whether a loss may be another one with the texts of this batch.
             looks: Whether to take a second look at the loss where one is due.
         """
-        family = self._families.use(key) or []
+        family = self._families.use(key.without_texts) or []
         num_calls = family[-1].num_calls if family else 0
         why: str | Mismatch | None = None
-        for program in reversed(list(family)):
+        newest = family[::-1]
+        for program in sorted(newest, key=lambda program: program.key != key):
             if outdated := program.loss.captured.outdated():
                 why = why or outdated
                 family.remove(program)
             elif isinstance(given := program.fit(values), Mismatch):
                 why = why or given
-            else:
+            elif program.key == key or not _reads(program, reads_texts):
                 if looks and program.looks.is_due():
+                    if program.key != key and reads_texts(program.loss):
+                        raise NotImplementedError(f"{self._who}: {_TEXTS}")
                     program.loss.look_again(values)
                 return _used(family, program), given
         if isinstance(why, str):
             self._causes.note(why, num_calls)
-        loss = program_for((program.loss for program in reversed(family)), values, capture)
+        alike = [program.loss for program in reversed(family) if program.key == key or program.reads_texts is False]
+        loss = program_for(alike, values, capture)
         known = next((program for program in family if program.loss is loss), None)
         if known is None and isinstance(why, Mismatch):
             self._causes.note(why, num_calls)
@@ -182,12 +208,21 @@ class ProgramCache:
 
     def _added(self, key: ProgramKey, program: StepProgram, why: str | Mismatch | None) -> StepProgram:
         """Take in a program, in the place of those that it is more general than, and say why it was needed."""
-        last = next(reversed(self._families), key)
-        if why := why or (key.difference(last) if last != key else None):
+        bare, captured = key.without_texts, program.loss.captured
+        last = next(reversed(self._families), bare)
+        family = [known for known in self._families.get(bare, []) if known.loss.captured is not captured]
+        if last == bare and family and family[-1].key != key:
+            last = family[-1].key
+            if len({known.key for known in family if known.reads_texts}) == WARNED - 1:
+                logger.warning("%s: %s This is program %d, and each takes time to compile.", self._who, _TEXTS, WARNED)
+        if why := why or (key.difference(last) if last not in (key, bare) else None):
             logger.info("%s compiles again: %s", self._who, why)
-        captured = program.loss.captured
-        family = [known for known in self._families.get(key, []) if known.loss.captured is not captured]
-        self._families.keep(key, [*family[1 - KEPT :], program])
+        self._families.keep(bare, [*family[1 - KEPT :], program])
+        same = {known for known in self._families if known.apart_from_plain() == bare.apart_from_plain()}
+        if len(same) == WARNED and not family:
+            logger.warning(
+                "%s: %s. This is program %d, and each takes time to compile. %s", self._who, why, WARNED, _PLAIN
+            )
         if self._has_warned or not (found := key.varying(self._families)):
             return program
         self._has_warned = True
@@ -199,6 +234,13 @@ class ProgramCache:
             "; ".join(f"{path} has come as {', '.join(map(str, shapes))}" for path, shapes in found.items()),
         )
         return program
+
+
+def _reads(program: StepProgram, reads_texts: Callable[[LossProgram], bool]) -> bool:
+    """Tell whether a program is for the texts of its own batch alone, which is found out once."""
+    if program.reads_texts is None:
+        program.reads_texts = reads_texts(program.loss)
+    return program.reads_texts
 
 
 def _used(family: list[StepProgram], program: StepProgram) -> StepProgram:

@@ -64,6 +64,11 @@ class GradientStep(CompiledStep):
         """The batch, or the microbatches of it, with CPU tensors."""
         return [placed.signature.rebuild(part) for part in self._microbatches.on_host(self.on_host(placed))]
 
+    def for_one_device(self, placed: ShardedBatch) -> PyTree:
+        """The batch with its rows in such an order that its microbatches on one device are those here."""
+        parts = zip(*self._microbatches.on_host(self.on_host(placed)), strict=True)
+        return placed.signature.rebuild([torch.cat(rows) if rows[0].ndim else rows[0] for rows in parts])
+
     def cpu_model(self, state: TrainState) -> nn.Module:
         """The model with the values of a state on the CPU, with the training flags and gradient hooks that it has."""
         copy, model = with_values(self.model, to_host_by_name(state.tensors)), self.model

@@ -18,12 +18,12 @@ import jax
 from jax.sharding import Mesh
 
 from torch_shard._common.caller import caller
-from torch_shard._common.files import replacing
+from torch_shard._common.printed import replacing
 from torch_shard._common.validate import check_file
 from torch_shard._cost import partitioner_refusals
 from torch_shard._hosts import is_shared
-from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.facts import show_line
+from torch_shard._train.programs import CompileCache
 
 FACTS, ENTRY = "facts.json", "-cache"
 """The parts of a file: what it is for, and JAX's entry, whose name begins with its key."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from torch_shard._common.files import replacing
+from torch_shard._common.printed import replacing
 from torch_shard._sharding import named_tensors
 
 logger = logging.getLogger(__name__)

@@ -3,14 +3,22 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 from torch import nn
+from torch.fx import Graph, Node
 
+from torch_shard._common.fx import fill_in, operator_name, outputs_of
+from torch_shard._common.types import PyTree
+from torch_shard._cost import Chip
 from torch_shard._plans import expert, fsdp, fsdp_tp, hsdp, quietly, replicated, tp
-from torch_shard._sharding import ShardingPlan
+from torch_shard._sharding import ResolvedPlan, ShardingPlan, axes_of, holdings
+from torch_shard._train import TrainStep
+from torch_shard._tune.cache import digest
 
 Make = Callable[[nn.Module, Mesh], ShardingPlan]
 
@@ -146,3 +154,155 @@ def variants(
         yield dataclasses.replace(family, remat=remat, scan_layers=scan, in_loops=in_loops)
     if True in loops and "offload" not in fixed:
         yield dataclasses.replace(family, remat=remats[-1], scan_layers=fixed.get("scan_layers", "auto"), offload=True)
+
+
+# What a step should take, by arithmetic: an order in which to compile, and no more than that.
+
+
+MXU = 0.6
+"""Part of the peak that programs reach in their products."""
+
+LOOP = 1.2
+"""So much longer do layers take in loops that keep what they compute: it is stacked, and not fused across layers."""
+
+AGAIN = {"block": 1 / 3, "dots": 0.03}
+"""Part of the arithmetic that is done once more."""
+
+KEPT = {"none": 2.0, "dots": 1.2, "block": 0.3}
+"""Values that are kept for the backward pass, over the results of products."""
+
+HOST_LINK = 16e9
+"""Bytes per second between a device and the memory of its host, where that is not known."""
+
+SUMMED = 0.2
+"""Part of the results of products that is a sum over the axis `model`, as Megatron splits layers: two in each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a step does for its whole batch, read from one capture.
+
+    Attributes:
+        flops: Of products, forward and backward.
+        results: Bytes of the results of products, forward.
+        moments: Bytes of the optimizer's state for each byte of parameters.
+        itemsize: Bytes of a number that products are computed in.
+        trainable: Names of parameters with gradients.
+        fingerprint: Alike for programs that are alike.
+    """
+
+    flops: float
+    results: float
+    moments: float
+    itemsize: int
+    trainable: tuple[str, ...]
+    fingerprint: str
+
+
+def facts_of(step: TrainStep) -> Facts:
+    """Read what a step does that has been captured."""
+    program, dtype = step.programs[-1].loss, step.options.compute_dtype
+    graphs = [(program.program.graph.module.graph, 1)]
+    if program.rolled is not None:
+        regions = [call.region for call in program.rolled.calls.values()]
+        graphs += [(region.graph.module.graph, region.num_results) for region in regions]
+    products = [node for graph, num_results in graphs for node in _forward(graph, num_results) if _flops(node)]
+    texts = [f"{graph}{[node.meta.get('val') for node in graph.nodes]}" for graph, _ in graphs]
+    return Facts(
+        flops=3 * sum(map(_flops, products)),
+        results=float(_bytes([node.meta["val"] for node in products])),
+        moments=_bytes(step.structs.opt_state) / max(_bytes(step.structs.params), 1),
+        itemsize=4 if dtype is None else dtype.itemsize,
+        trainable=tuple(holdings(step.model).trainable),
+        fingerprint=digest(str([step.structs.opt_state, *texts])),
+    )
+
+
+def _forward(graph: Graph, num_results: int) -> Iterator[Node]:
+    """The nodes up to the first results of a graph, which the backward pass follows."""
+    waiting = set(outputs_of(graph)[:num_results])
+    for node in graph.nodes:
+        if waiting:
+            yield node
+        waiting.discard(node)
+
+
+def _flops(node: Node) -> float:
+    """Of one product; zero for what is none."""
+    out: Any = node.meta.get("val")
+    args: list[Any] = [*fill_in(node.args, lambda given: given.meta.get("val"))]
+    match operator_name(node):
+        case "mm" | "bmm" | "matmul" | "linear" | "_grouped_mm" | "grouped_mm":
+            return 2 * out.numel() * args[0].shape[-1]
+        case "addmm" | "baddbmm":
+            return 2 * out.numel() * args[1].shape[-1]
+        case "einsum":
+            letters = args[2].split("->")[0].split(",")
+            sizes = {k: n for of, x in zip(letters, args[:2], strict=True) for k, n in zip(of, x.shape, strict=True)}
+            return 2 * math.prod(sizes.values())
+        case "convolution":
+            return 2 * out.numel() * math.prod(args[1].shape[1:])
+        case "attention":
+            return 4 * args[0].numel() * args[1].shape[-2]
+        case "experts":
+            return 2 * args[1].numel() * sum(math.prod(matrix.shape[1:]) for matrix in args[3])
+        case _:
+            return 0.0
+
+
+def _bytes(tree: PyTree) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What a candidate should take of one device.
+
+    Attributes:
+        seconds: Of a step.
+        memory: Bytes in all.
+        state: Of these, parameters and moments, which are there whatever the program is.
+    """
+
+    seconds: float
+    memory: float
+    state: float
+
+
+def estimate(candidate: Candidate, plan: ResolvedPlan, moments: ResolvedPlan, facts: Facts, *, chip: Chip) -> Estimate:
+    """Estimate what a candidate takes."""
+    width, remat, shards = candidate.sizes.get("model", 1), str(candidate.remat), candidate.data_shards
+    sizes = {name: math.prod(plan.entries[name].shape) for name in facts.trainable}
+    split = sum(size for name, size in sizes.items() if "model" in axes_of(plan.entries[name].sharding.spec))
+    share = split / max(sum(sizes.values()), 1)
+    flops = facts.flops * (share / width + 1 - share) / shards * (1 + AGAIN.get(remat, 0.0))
+    flops *= LOOP if candidate.in_loops and remat == "none" else 1.0
+    gradients, updated = (_local_bytes(found, facts.trainable) for found in (plan, moments))
+    compute = flops / (MXU * chip.flops) + updated * (2 + 2 * facts.moments) / chip.bandwidth
+    hidden = _wire(candidate, plan, sizes) * facts.itemsize / chip.link
+    sums = (3 if remat == "block" else 2) * SUMMED * facts.results / shards * 2 * (width - 1) / width
+    seconds = compute + sums / chip.link + max(hidden - compute / 2, hidden / 10)
+    state, moments_size = _local_bytes(plan, plan.entries), updated * facts.moments
+    kept = KEPT.get(remat, 1.0) * facts.results / shards / width
+    if candidate.offload:  # there and back
+        seconds += 2 * (moments_size + kept) / (chip.host_link or HOST_LINK)
+        return Estimate(seconds, state + gradients, state)
+    return Estimate(seconds, state + moments_size + gradients + kept, state + moments_size)
+
+
+def _wire(candidate: Candidate, plan: ResolvedPlan, sizes: Mapping[str, int]) -> float:
+    """Numbers of parameters and gradients that a device receives, which arithmetic may hide."""
+    found, axes_of_rows = 0.0, {"batch", "replica"} & set(candidate.sizes)
+    for name, size in sizes.items():
+        axes = {axis: candidate.sizes[axis] for axis in axes_of(plan.entries[name].sharding.spec)}
+        own = size / axes.pop("model", 1)
+        held = math.prod(axes.values())
+        for axis in axes_of_rows:  # two gathers and a scatter; or a sum of what is held
+            times = 3 if axis in axes else 2 / held
+            found += own * times * (1 - 1 / candidate.sizes[axis])
+    return found
+
+
+def _local_bytes(plan: ResolvedPlan, names: Iterable[str]) -> int:
+    entries = [plan.entries[name] for name in names]
+    return sum(entry.count_bytes(entry.local_shape) or 0 for entry in entries if entry.tied_to is None)

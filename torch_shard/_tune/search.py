@@ -11,8 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from torch_shard._tune.cache import Cache, Measured
-from torch_shard._tune.candidates import Candidate
-from torch_shard._tune.estimate import Estimate
+from torch_shard._tune.candidates import Candidate, Estimate
 
 logger = logging.getLogger(__name__)
 

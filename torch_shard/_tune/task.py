@@ -16,8 +16,7 @@ from torch_shard._scan import LayerOptions
 from torch_shard._sharding import ResolvedPlan, axes_of, make_mesh, memory_of
 from torch_shard._train import TrainStep
 from torch_shard._tune.cache import Measured, describe_entries
-from torch_shard._tune.candidates import Candidate, families, variants
-from torch_shard._tune.estimate import Estimate, Facts, estimate, facts_of
+from torch_shard._tune.candidates import Candidate, Estimate, Facts, estimate, facts_of, families, variants
 from torch_shard._tune.tuning import GIB
 
 ROOM = 0.5

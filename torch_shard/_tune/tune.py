@@ -22,8 +22,7 @@ from torch import nn
 
 from torch_shard._common.caller import caller, public
 from torch_shard._common.types import Device, PyTree
-from torch_shard._common.validate import check_directory, check_kind
-from torch_shard._common.wrappers import check_module
+from torch_shard._common.validate import check_directory, check_kind, check_module
 from torch_shard._loss import check_loss_fn, flatten_batch
 from torch_shard._sharding import LossFn, holdings, make_mesh
 from torch_shard._train import TrainStep, make_train_step

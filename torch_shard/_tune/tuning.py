@@ -21,11 +21,9 @@ from rich.text import Text
 from torch import nn
 
 from torch_shard._common.caller import caller, public
-from torch_shard._common.files import replacing
-from torch_shard._common.printed import InNotebooks, printed
+from torch_shard._common.printed import InNotebooks, printed, replacing
 from torch_shard._common.types import Device
-from torch_shard._common.validate import check_file
-from torch_shard._common.wrappers import check_module
+from torch_shard._common.validate import check_file, check_module
 from torch_shard._sharding import make_mesh
 from torch_shard._tune.cache import Measured, describe_entries, digest
 from torch_shard._tune.candidates import RECIPES, Candidate

@@ -9,8 +9,16 @@ import torch
 from torch.fx import GraphModule, Node
 
 from torch_shard._common.dtypes import jax_dtype
-from torch_shard._common.fx import args_of, aten_name, forward_nodes, notes_of, shape_of
-from torch_shard._common.operator_families import COPIES, MATRIX_PRODUCTS, RESHAPES
+from torch_shard._common.fx import (
+    COPIES,
+    MATRIX_PRODUCTS,
+    RESHAPES,
+    args_of,
+    aten_name,
+    forward_nodes,
+    notes_of,
+    shape_of,
+)
 from torch_shard._lowering.constraints import SEQUENCE, dim_of
 from torch_shard._lowering.ops.attention import SHORTEST, WHY, limits
 from torch_shard._lowering.ops.attention_balance import why_unbalanced

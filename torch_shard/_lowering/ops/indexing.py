@@ -43,6 +43,11 @@ def index_select(x, dim, index):
     return jnp.take(x, outside_if_negative(index, x.shape[dim]), axis=dim) if x.ndim else x
 
 
+@lowers(aten.take.default)
+def take(x, index):
+    return jnp.take(x.reshape(_size(x.shape)), index)
+
+
 @lowers(aten.put.default)
 def put(x, index, source, accumulate=False):
     flat = x.reshape(_size(x.shape))
@@ -50,13 +55,27 @@ def put(x, index, source, accumulate=False):
     return _write(flat, (places,), values, accumulate).reshape(x.shape)
 
 
+@lowers(aten.index.Tensor)
+def index(x, indices):
+    if (by_mask := _by_mask(aten.index.Tensor, indices)) is not None:
+        return by_mask(x, indices)
+    return x.at[_places(indices)].get(mode="fill")
+
+
 @lowers(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(x, indices, values, accumulate=False):
-    if any(i is not None and i.dtype == bool for i in indices):
-        by_mask = foreign_lowering(aten.index_put.default)
-        assert by_mask is not None
+    if (by_mask := _by_mask(aten.index_put.default, indices)) is not None:
         return by_mask(x, indices, values, accumulate)
-    return _write(x, tuple(slice(None) if i is None else i for i in indices), values, accumulate)
+    return _write(x, _places(indices), values, accumulate)
+
+
+def _by_mask(op, indices):
+    """What selects by a mask; None for places that are numbered."""
+    return foreign_lowering(op) if any(i is not None and i.dtype == bool for i in indices) else None
+
+
+def _places(indices):
+    return tuple(slice(None) if i is None else i for i in indices)
 
 
 def _write(x, index, values, accumulate):

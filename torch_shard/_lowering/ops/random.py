@@ -30,6 +30,14 @@ def _normal(key, shape, dtype, mean=0.0, std=1.0):
     return (mean + std * jax.random.normal(key, tuple(shape), dtype_of_sums(dtype))).astype(dtype)
 
 
+def _unless(refused, drawn):
+    """What was drawn, but where torch raises, which a program cannot do: NaN there, or an index that torch refuses."""
+    if drawn.dtype == bool:
+        return drawn
+    is_float = jnp.issubdtype(drawn.dtype, jnp.floating)
+    return jnp.where(refused, jnp.nan if is_float else np.iinfo(drawn.dtype).max, drawn)
+
+
 @lowers(aten.rand.default, random=True)
 def rand(key, size, *, dtype=None):
     return _uniform(key, size, _float_dtype(dtype))
@@ -81,7 +89,8 @@ def bernoulli(key, probabilities):
 @lowers(aten.bernoulli.Tensor, random=True)
 def bernoulli_tensor(key, x, probabilities):
     wide = widened(probabilities)
-    return jax.random.bernoulli(key, wide, x.shape).astype(x.dtype)
+    drawn = jax.random.bernoulli(key, wide, x.shape).astype(x.dtype)
+    return _unless(~((wide >= 0) & (wide <= 1)), drawn)
 
 
 @lowers(aten.uniform.default, random=True)
@@ -97,7 +106,8 @@ def normal_functional(key, x, mean=0.0, std=1.0):
 @lowers(aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor, random=True)
 def normal(key, mean=0.0, std=1.0):
     shape = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std))
-    return _normal(key, shape, jnp.result_type(mean, std), mean, std)
+    drawn = _normal(key, shape, jnp.result_type(mean, std), mean, std)
+    return _unless(std < 0, drawn) if isinstance(std, jax.Array) else drawn
 
 
 @lowers(aten.normal.float_float, random=True)
@@ -129,7 +139,7 @@ def log_normal(key, x, mean=1.0, std=2.0):
 
 @lowers(aten.poisson.default, random=True)
 def poisson(key, rate):
-    return jax.random.poisson(key, rate).astype(rate.dtype)
+    return _unless(~(rate >= 0), jax.random.poisson(key, rate).astype(rate.dtype))
 
 
 @lowers(aten.multinomial.default, random=True)
@@ -138,10 +148,11 @@ def multinomial(key, weights, num_samples, replacement=False):
     logits = jnp.log(weights)
     if replacement:
         draws = jax.random.categorical(key, logits, axis=-1, shape=(num_samples, *weights.shape[:-1]))
-        return jnp.moveaxis(draws, 0, -1).astype(jax_dtype(torch.int64))
-    # Without replacement: the largest of logits plus Gumbel noise (Vieira 2014, the Gumbel top-k trick).
-    noisy = logits + jax.random.gumbel(key, weights.shape, weights.dtype)
-    return jax.lax.top_k(noisy, num_samples)[1].astype(jax_dtype(torch.int64))
+        draws = jnp.moveaxis(draws, 0, -1)
+    else:  # the largest of logits plus Gumbel noise (Vieira 2014, the Gumbel top-k trick)
+        draws = jax.lax.top_k(logits + jax.random.gumbel(key, weights.shape, weights.dtype), num_samples)[1]
+    allowed = ((weights >= 0) & (weights < jnp.inf)).all(-1, keepdims=True) & (weights > 0).any(-1, keepdims=True)
+    return _unless(~allowed, draws.astype(jax_dtype(torch.int64)))
 
 
 @lowers(aten.rrelu_with_noise_functional.default, random=True)
