@@ -26,7 +26,7 @@ from benchmarks.tpu_vit import Vit
 PRECISION: dict[str, Any] = {"compute_dtype": torch.bfloat16}
 """Of our step: float32 parameters, activations in bfloat16, as the rivals have them."""
 
-SCANNED, UNROLLED, WITH_KERNEL = "layers in a loop", "layers one by one", "with an attention kernel"
+SCANNED, UNROLLED = "layers in a loop", "layers one by one"
 """How a rival runs them."""
 
 OURS, AUTOCAST, IN_LOOPS = "ours", 'mixed_precision="autocast"', "scan_layers=True"
@@ -315,7 +315,7 @@ def vit(quick: bool, layers: int) -> TpuCase:
         class_loss,
         (pixels, classes),
         fsdp_tp,
-        {UNROLLED: by_hand(sizes), WITH_KERNEL: by_hand(dataclasses.replace(sizes, kernel=True))},
+        {UNROLLED: by_hand(sizes)},
         targets=WITHIN_A_TENTH,
     )
 

@@ -14,8 +14,6 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 EPS = 1e-5
 BLOCK = 512
 """Of the attention kernel, rows and columns."""
-LANES = 128
-"""That rows of the attention kernel are a multiple of."""
 
 
 def gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
@@ -58,21 +56,6 @@ def heads_first_attention(
     with jax.default_matmul_precision("default"):  # Mosaic knows no other
         run = jax.vmap(lambda q, k, v: kernel(q, k, v, None, sinks_N))
         return run(q_BNTH * q_BNTH.shape[-1] ** -0.5, k_BKTH, v_BKTH)
-
-
-def full_attention(q_BTNH: jax.Array, k_BTNH: jax.Array, v_BTNH: jax.Array, interpret: bool) -> jax.Array:
-    """Each sees all, by the same kernel: time is padded to what it takes, and the padding is another segment."""
-    length, width = q_BTNH.shape[1], q_BTNH.shape[-1]
-    padded = -(-length // LANES) * LANES
-    q, k, v = (
-        jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, padded - length), (0, 0))) for x in (q_BTNH, k_BTNH, v_BTNH)
-    )
-    is_padding = jnp.asarray(np.arange(padded) >= length, jnp.int32)
-    kernel = _kernel(splash.FullMask((padded, padded)), q.shape[1], interpret)
-    with jax.default_matmul_precision("default"):
-        segments = splash.SegmentIds(is_padding, is_padding)
-        out = jax.vmap(lambda q, k, v: kernel(q, k, v, segments))(q * width**-0.5, k, v)
-    return out[:, :, :length].swapaxes(1, 2)
 
 
 def _kernel(mask: Any, heads: int, interpret: bool) -> Any:

@@ -14,13 +14,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.handwritten import Arrays, Rival, Values
-from benchmarks.tpu_layers import full_attention, gather, layer_norm, written_attention
+from benchmarks.tpu_layers import gather, layer_norm, written_attention
 from benchmarks.tpu_llama import IN_OUT, OUT_IN
 
 
 @dataclasses.dataclass(frozen=True)
 class Vit:
-    """Sizes, as in HF's config, and whether attention is JAX's kernel on rows padded to 128."""
+    """Sizes, as in HF's config."""
 
     layers: int = 4
     width: int = 768
@@ -29,8 +29,6 @@ class Vit:
     image: int = 224
     patch: int = 16
     classes: int = 1000
-    kernel: bool = False
-    interpret: bool = False
     dtype: Any = jnp.bfloat16
 
     @property
@@ -107,7 +105,7 @@ def _block(sizes: Vit, x: jax.Array, p: Arrays) -> jax.Array:
     width = sizes.width // sizes.heads
     q, k, v = (y @ sizes.whole(p[n]) + narrow[f"{n}.bias"] for n in "qkv")
     q, k, v = (part.reshape(*y.shape[:2], -1, width) for part in (q, k, v))
-    out = full_attention(q, k, v, sizes.interpret) if sizes.kernel else written_attention(q, k, v)
+    out = written_attention(q, k, v)
     out = out.reshape(*y.shape[:2], -1) @ sizes.whole(p["o"], 1)
     x = x + jax.lax.psum(out, "model") + narrow["o.bias"]
     y = layer_norm(x, p["ln2"], p["ln2.bias"])
