@@ -152,7 +152,7 @@ class Training(Step):
                 "init: the values of this model went into an earlier state (donate=True). Go on with that state, or "
                 "make a step of step.export(state), which has its values."
             )
-        self._hold(self._tensors.present())
+        self.look_at_model()
         refuse_meta(self._held.all)
         refuse_wide(self._held.all)
         self._update.refuse_replaced(self._held)
