@@ -181,6 +181,14 @@ class Warmup(One):
         return self.a(x) * min(1.0, self.calls / 3)
 
 
+class BeginsLate(One):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.a(x) if self.calls <= 1000 else 2 * self.a(x)
+
+
 class WarmupByList(One):
     def __init__(self) -> None:
         super().__init__()
@@ -251,6 +259,7 @@ class Grows(One):
 
 REFUSED = [
     (Warmup, "changes the plain attribute calls on each call and depends on it.*register_buffer"),
+    (BeginsLate, "changes the plain attribute calls on each call and depends on it.*register_buffer"),
     (WarmupByList, "changes the plain attribute seen on each call and depends on it"),
     (FirstBatch, "changes the plain attribute ready on each call and depends on it"),
     (Remembers, r"reads the plain attribute hidden, a tensor, and writes it.*register_buffer\('hidden'"),

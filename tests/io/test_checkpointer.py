@@ -71,6 +71,14 @@ def test_restores_into_a_model_without_values(saved):
     assert_same(by_name(state), saved[1])
 
 
+def test_what_is_written_to_the_model_before_it_is_restored_is_no_error(saved):
+    model = Model()
+    step = make_step(model=model)
+    for tensor in model.state_dict().values():
+        tensor.zero_()
+    assert train(step, ts.Checkpointer(saved[0]).restore(step), range(4, 7))[1] == saved[2]
+
+
 def test_another_optimizer_takes_the_parameters_alone(saved):
     other = make_step(optimizer=optax.sgd(0.1, momentum=0.9))
     checkpointer = ts.Checkpointer(saved[0])

@@ -122,7 +122,7 @@ def test_adapters_follow_what_they_read_and_look_again(adapt: Callable[[Any], An
         fn(torch.ones(3))
 
 
-def test_entries_that_are_replaced_or_buffers_that_are_written_are_refused() -> None:
+def test_entries_that_are_replaced_or_written_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     step = sgd_step(model, lambda m, x: m(x).square().mean() + m[1].running_var.sum())
     state, _ = step(step.init(), X)
@@ -131,6 +131,10 @@ def test_entries_that_are_replaced_or_buffers_that_are_written_are_refused() -> 
     with torch.no_grad():
         model[1].running_var.mul_(2)
     with pytest.raises(ValueError, match=r"1\.running_var of the model was written since the step took its values"):
+        step(state, X)
+    state, _ = step(step.init(), X)
+    model[0].weight.data.clamp_(-0.01, 0.01)  # the critic of a WGAN
+    with pytest.raises(ValueError, match=r"0\.weight of the model was written since the step took its values"):
         step(state, X)
     state, _ = step(step.init(), X)
     model[0].weight = nn.Parameter(torch.zeros(4, 4))

@@ -17,7 +17,8 @@ from tests.oracles.steps import step_of
 def batch_of(number: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(number)
     ids = [f"{number}_{row}" for row in range(8)]
-    return {"x": torch.randn(8, 4, generator=generator), "ids": ids, "task": "ab"[number % 2], "scale": ["", "3"][number % 2]}
+    x = torch.randn(8, 4, generator=generator)
+    return {"x": x, "ids": ids, "task": "ab"[number % 2], "scale": ["", "3"][number % 2]}
 
 
 def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:

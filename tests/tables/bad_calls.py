@@ -411,6 +411,8 @@ REFUSED: dict[str, dict[str, str]] = {
         "step.export()": "TypeError: export: missing 1 required positional argument: 'state'. Call it as export(state).",
         "step(None, x)": "TypeError: make_train_step: state must be a TrainState, got NoneType. step.init(seed=0) gives",
         "step(other_state, x)": "ValueError: make_train_step: params of the state do not fit. layer.weight: missing layer.bias:",
+        'step(make(nn.ModuleDict({"layer": nn.Linear(4, 3)})).init(), x)': "ValueError: make_train_step: the state has layer.weight (3, 4), where the model has (2, 4),",
+        'step(make(plan=ts.ShardingPlan({"*.weight": P(None, "batch")}, default=P())).init(), x)': "ValueError: make_train_step: the state lies as the plan or the mesh of another step has it: params['layer.weight'] (2, 4) is split by",
         "step(donated, x)": "ValueError: make_train_step: this state was donated to an earlier call of the step. Go on with",
         'step(state, np.array(["a", "b"]))': "TypeError: make_train_step: batch: JAX dtype <U1 has no torch counterpart; convert the array",
         "step(state, np.array([object(), None]))": "TypeError: make_train_step: batch: JAX dtype object has no torch counterpart; convert the",

@@ -49,6 +49,16 @@ def test_random_numbers_are_drawn_alike() -> None:
     assert float(metrics["loss"]) > 0
 
 
+def test_what_is_drawn_in_place_is_drawn_alike() -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        cut = nn.init.trunc_normal_(torch.empty(4), std=0.5, a=-0.4, b=0.4)
+        counts = torch.full((4,), 2**40).random_(5)
+        return (F.rrelu(model(x), training=True) + cut + counts).square().mean()
+
+    step = step_of(nn.Linear(8, 4), loss_fn)
+    step.prove(step.init(), batch()[0]).raise_if_different()
+
+
 class Attends(nn.Linear):
     """Attention by torch's own function."""
 

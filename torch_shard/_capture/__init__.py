@@ -48,5 +48,6 @@ from torch_shard._capture.host_values import HostInputs, HostPart, Mismatch
 from torch_shard._capture.libraries import MetricCall, MetricCalls
 from torch_shard._capture.provenance import current_user_line, is_user_file, leave_users_frames
 from torch_shard._capture.reads import Reads
+from torch_shard._capture.replacements import trunc_normal_
 from torch_shard._capture.side_effects import NUMBERS, Change, Same, new_values
 from torch_shard._capture.trace import Aux, Captured, Spec, TensorFn, capture, meaning, same_closure

@@ -65,6 +65,14 @@ class Change:
             return False
         return bool(self.tensors) or self.name in _HOOKS or is_plain(self.new)
 
+    def after(self, num_calls: int, second: object) -> "Change":
+        """The same after many calls, if it is of a number that the second call takes on by as much as the first."""
+        old, new = 0 if self.old is _ABSENT else self.old, self.new
+        if not all(type(value) in (int, float) for value in (old, new, second)):
+            return self
+        step: Any = new - old  # pyright: ignore[reportOperatorIssue]
+        return dataclasses.replace(self, new=old + num_calls * step) if second == new + step else self
+
     def added(self) -> dict[str, object]:
         """What is new in a dict, such as that of a module's buffers."""
         if not isinstance(self.new, dict):

@@ -8,6 +8,7 @@ import torch
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_shard._capture import trunc_normal_
 from torch_shard._common.patching import having, patched
 from torch_shard._common.random import GENERATOR
 from torch_shard._common.types import Operator, PyTree
@@ -28,13 +29,16 @@ class ReplayRNG(TorchDispatchMode):
             return func(*args, **kwargs)
         key = jax.random.fold_in(self._key, self.position)
         self.position += 1
+        written = [i for i, of in enumerate(func._schema.arguments) if of.alias_info and of.alias_info.is_write]
+        if written and not args[0].is_floating_point():
+            args[0].zero_()  # it is drawn anew, and empty memory may have what JAX does not take
         given, named = torch_pytree.tree_map_only(torch.Tensor, lambda t: t.to("jax"), (args, kwargs))
         with having(GENERATOR, given=key):
             drawn = torch_pytree.tree_map_only(torch.Tensor, to_cpu, runner(func)(*given, **named))
-        if func._schema.is_mutable:
-            return args[0].copy_(drawn)
         like = func(*args, **kwargs)  # for its dtypes: JAX may have held an int64 in 32 bits
-        return torch_pytree.tree_map(lambda value, of: value.to(of.dtype), drawn, like)
+        for i in written:
+            args[i].copy_(to_cpu(given[i]))
+        return like if 0 in written else torch_pytree.tree_map(lambda value, of: value.to(of.dtype), drawn, like)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -43,6 +47,7 @@ class ReplayRNG(TorchDispatchMode):
             self,
             patched(torch, "get_rng_state", lambda _: lambda: torch.tensor(self.position)),
             patched(torch, "set_rng_state", lambda _: self._go_to),
+            patched(torch.nn.init, "_no_grad_trunc_normal_", lambda _: trunc_normal_),
         ):
             yield
 

@@ -359,6 +359,8 @@ class Checkpointer:
         if step is not None:
             _check_step(step)
         self.wait()
+        for each in steps:
+            each.look_at_model()
         while True:
             path = self._choose(step)
             try:

@@ -136,7 +136,7 @@ class Program(Generic[Aux]):
         with new_values(changed), _explaining(changed, what):
             made_buffers(changed)
             second = capture(fn, specs, keep=keeps_whole)
-        if not self._means_the_same(first, second):
+        if not self._means_the_same(first, second) or self._differs_later(fn, specs, second):
             is_proved = len(first) == 1 and self.graph.host is None
             if not is_proved and all(map(_is_of_constants, changed)):  # a table that is made once: found from now on
                 self.graph = dataclasses.replace(second, changed=changed)
@@ -154,10 +154,25 @@ class Program(Generic[Aux]):
                     change.what,
                 )
 
+    def _differs_later(self, fn: TensorFn[Aux], specs: Sequence[Spec], second: Captured[Aux]) -> bool:
+        """Tell whether a count that the callable keeps makes it another program after many calls."""
+        then = {change.path: change.new for change in second.changed}
+        later = [change.after(_MANY_CALLS, then.get(change.path)) for change in self.graph.changed]
+        if later == self.graph.changed:
+            return False
+        try:
+            with new_values(later):
+                return not self._means_the_same(self._code(self.graph), capture(fn, specs, keep=keeps_whole))
+        except Exception:  # a table has no such entry, so that it depends on the count
+            return True
+
     def _means_the_same(self, first: list[str], second: Captured[Aux]) -> bool:
         if self._code(second) == first and same_closure(self.graph, second):
             return True
         return len(first) == 1 and meaning(second) == meaning(self.graph)
+
+
+_MANY_CALLS = 1_008_000  # beyond what a warmup takes, and a multiple of usual intervals
 
 
 def _is_of_constants(change: Change) -> bool:

@@ -9,6 +9,7 @@ from torch_shard._state.step_check import (
     check_state,
     check_step,
     global_norm,
+    refuse_misplaced,
     refuse_traced,
     select_state,
 )

@@ -2,13 +2,15 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import jax
 import jax.numpy as jnp
 import optax
+import torch
 from jax.core import Tracer
+from jax.sharding import NamedSharding
 
 from torch_shard._common.caller import caller
 from torch_shard._common.types import PyTree
@@ -148,11 +150,34 @@ def _paths(state: TrainState, chosen: Callable[[object], bool]) -> list[str]:
     return [jax.tree_util.keystr(path).removeprefix(".") for path, leaf in leaves if chosen(leaf)]
 
 
-def check_names(state: TrainState, names: Iterable[str]) -> None:
+def check_names(state: TrainState, own: Mapping[str, torch.Tensor]) -> None:
     """Refuse the state of another model."""
-    found = state.tensors
-    if missing := [name for name in names if name not in found]:
+    found = cast(dict[str, jax.ShapeDtypeStruct], jax.eval_shape(dict, state.tensors))
+    missing = [name for name in own if name not in found]
+    apart = [
+        f"{name} {found[name].shape}, where the model has {tuple(tensor.shape)}"
+        for name, tensor in own.items()
+        if name in found and found[name].shape != tensor.shape
+    ]
+    if missing or apart:
+        has = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(apart[:8])}"
         raise ValueError(
-            f"{caller()}: the state lacks {', '.join(missing)}, so that it is of another model. Give one that "
+            f"{caller()}: the state {has}, so that it is of another model. Give one that "
             "step.init or Checkpointer.restore made for this model."
         )
+
+
+def refuse_misplaced(state: TrainState, shardings: TrainState, error: ValueError) -> None:
+    """Refuse a state that lies as the plan of another step has it, of which JAX names no parameter."""
+    leaves, own = jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(shardings)
+    apart = [
+        f"{jax.tree_util.keystr(path)[1:]} {leaf.shape} is split by {leaf.sharding.spec}, here by {to.spec}"
+        for (path, leaf), to in zip(leaves, own, strict=True)
+        if isinstance(leaf.sharding, NamedSharding) and not leaf.sharding.is_equivalent_to(to, leaf.ndim)
+    ]
+    if apart:
+        raise ValueError(
+            f"{caller()}: the state lies as the plan or the mesh of another step has it: {'; '.join(apart[:8])}. Give "
+            "one that step.init or Checkpointer.restore made for this step, or move it: "
+            "jax.device_put(state, step.shardings)."
+        ) from error

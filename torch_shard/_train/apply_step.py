@@ -84,7 +84,7 @@ class ApplyStep(Step):
             >>> apply(apply.init(), torch.ones(8, 4)).shape
             (8, 2)
         """
-        self._hold(self._tensors.present())
+        self.look_at_model()
         layout, kinds = self._state_layout, zip(KINDS, self._held.kinds, strict=True)
         with jax.ensure_compile_time_eval():  # where it is called within a jax.jit
             placed = {kind: layout.place(kind, tensors) for kind, tensors in kinds}

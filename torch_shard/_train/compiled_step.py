@@ -155,6 +155,10 @@ class CompiledStep:
         self._modules = list(self.model.modules())
         self._host_buffers = HostBuffers(held.buffers)
 
+    def look_at_model(self) -> None:
+        """Be of what the model has now: a state begins here, and what was written before is none of its affair."""
+        self._hold(self._tensors.present())
+
     @property
     def programs(self) -> tuple[StepProgram, ...]:
         """The last 32 programs, as they were used, to be looked at: `loops`, `collectives`, `memory`, `compiled`.
@@ -233,7 +237,7 @@ class CompiledStep:
         """
         self._tensors.check_requires_grad()
         if not only_shapes:
-            self._tensors.check_values(state)
+            self._tensors.check_values(state, train=self.train)
         check_current_mesh()
         placed = batch if isinstance(batch, ShardedBatch) else self._placer.put(batch, only_shapes=only_shapes)
         arrays = placed.arrays

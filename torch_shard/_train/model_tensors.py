@@ -76,10 +76,11 @@ def _words_of(tensor: torch.Tensor) -> tuple[np.ndarray[Any, Any], int]:
 
 
 def is_in_state(tensor: torch.Tensor, array: jax.Array) -> bool:
-    """Tell whether a tensor of the model has the values of a state: they were loaded from what it gave."""
-    if not array.is_fully_addressable or tensor.device.type != "cpu" or array.is_deleted():
+    """Tell whether a tensor of the model has the values of a state, where this process has them."""
+    if tensor.device.type != "cpu" or array.is_deleted():
         return False
-    return torch.equal(tensor.detach(), to_host(array).to(tensor.dtype))
+    own, shards = tensor.detach(), array.addressable_shards
+    return all(torch.equal(own[shard.index], to_host(shard.data).to(own.dtype)) for shard in shards)
 
 
 class ModelTensors:
@@ -121,8 +122,11 @@ class ModelTensors:
             "no longer fits the model. Make a new step, and carry the values over with step.export(state)."
         )
 
-    def check_values(self, state: TrainState) -> None:
-        """Refuse what was done to the model since the state was taken from it, and is not in the state."""
+    def check_values(self, state: TrainState, *, train: bool) -> None:
+        """Refuse what was done to the model since the state was taken from it, and is not in the state.
+
+        An evaluation is of the parameters that it is given, and only warns of others in the model.
+        """
         found = [get(key) for get, key in self._gets]
         if not all(map(operator.is_, found, self._tensors)):
             places = zip(self._names, self._tensors, found, strict=True)
@@ -136,9 +140,9 @@ class ModelTensors:
         if not written:
             return
         apart = [n for n, t in written.items() if not is_in_state(t, state.tensors[n])]
-        if buffers := [name for name in apart if name in self._held.buffers]:
+        if refused := [name for name in apart if train or name in self._held.buffers]:
             raise ValueError(
-                f"{self._caller}: {_some(buffers)} of the model was written since the step took its values, which the "
+                f"{self._caller}: {_some(refused)} of the model was written since the step took its values, which the "
                 f"state does not see: it has its own. {_WRITTEN}"
             )
         if apart:

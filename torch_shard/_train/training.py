@@ -37,6 +37,7 @@ from torch_shard._state import (
     check_state,
     check_step,
     global_norm,
+    refuse_misplaced,
     select_state,
 )
 from torch_shard._train.compiled_step import Body, Task
@@ -152,7 +153,7 @@ class Training(Step):
                 "init: the values of this model went into an earlier state (donate=True). Go on with that state, or "
                 "make a step of step.export(state), which has its values."
             )
-        self._hold(self._tensors.present())
+        self.look_at_model()
         refuse_meta(self._held.all)
         refuse_wide(self._held.all)
         self._update.refuse_replaced(self._held)
@@ -215,7 +216,12 @@ class Training(Step):
         own, others = self._own(state)
         self._update.read(own.opt_state, self._held, self.mesh)
         program, arrays = self._prepare(batch, state, skip_grad_norm)
-        new, metrics = program(self._layout.normal(own), arrays)  # in the layout that a first capture may have changed
+        own = self._layout.normal(own)  # in the layout that a first capture may have changed
+        try:
+            new, metrics = program(own, arrays)
+        except ValueError as error:
+            refuse_misplaced(own, self._layout.shardings, error)
+            raise
         new = dataclasses.replace(new, opt_state=self._labeled(new.opt_state, others))
         self._update.note_step()
         self._host_buffers.note_kept(program.loss.kept, new)
@@ -240,8 +246,8 @@ class Training(Step):
         def train_step(
             state: TrainState, batch: list[jax.Array], closure: list[jax.Array]
         ) -> tuple[TrainState, dict[str, PyTree]]:
-            self._layout.check_opt_state(state.opt_state)
             out = task.run(state, batch, closure)
+            self._layout.check_opt_state(state.opt_state)
             new, check, norms = self._updated(state, out, closure, task)
             metrics = {"loss": out.loss, **out.metrics, **norms}
             if check is None:

@@ -58,6 +58,16 @@ def randint(key, high, size, *, dtype=None):
     return randint_low(key, 0, high, size, dtype=dtype)
 
 
+@lowers(aten.random.to, random=True)
+def random_to(key, x, to):
+    return randint_low(key, 0, to, x.shape, dtype=torch_dtype(x.dtype))
+
+
+@lowers(getattr(aten.random, "from"), random=True)
+def random_from(key, x, low, to):
+    return randint_low(key, low, to, x.shape, dtype=torch_dtype(x.dtype))
+
+
 def _like(factory):
     """A factory, given a tensor that has the shape, and the dtype if none is given."""
 
