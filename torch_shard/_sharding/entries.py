@@ -161,9 +161,9 @@ def with_values(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Mod
         if there is not value and not value.is_meta:
             there.data.copy_(value)
             there.requires_grad_(tensor.requires_grad)
-    flags = {name: m.training for name, m in module.named_modules()}
-    for name, m in copied.named_modules():
-        m.training = flags.get(name, m.training)
+    modules = dict(cast(Iterator[tuple[str, nn.Module]], module.named_modules()))
+    for name, m in cast(Iterator[tuple[str, nn.Module]], copied.named_modules()):
+        m.training = modules.get(name, m).training
     return copied
 
 
