@@ -44,6 +44,7 @@ COMPILED: dict[str, Callable[[], nn.Module]] = {
     "compiled function": lambda: Within(torch.compile(lambda x: x.sin() + x, backend="eager")),
     "scripted": lambda: torch.jit.script(layers()),
     "scripted submodule": lambda: Within(torch.jit.script(layers())),
+    "scripted with buffers": lambda: torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))),
     "traced": lambda: torch.jit.trace(layers(), torch.ones(2, WIDTH)),
 }
 

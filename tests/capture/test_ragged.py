@@ -28,6 +28,13 @@ def written(x: torch.Tensor) -> torch.Tensor:
     return out.square().sum()
 
 
+MASK = torch.tensor([True, False, True, True, False, False])
+
+
+def closed_over(x: torch.Tensor) -> torch.Tensor:
+    return (x[MASK].exp() * x[MASK]).sum()
+
+
 def rows_written(x: torch.Tensor) -> torch.Tensor:
     places = torch.nonzero(x[:, 0] > 0)[:, 0]
     out = torch.zeros(6, 4)
@@ -113,6 +120,7 @@ CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "normalize": lambda x: F.normalize(x[x[:, 0] > 0]).sum(0).square().sum(),
     "pairs": pairs,
     "written": written,
+    "closed over": closed_over,
     "rows written": rows_written,
     "contrast": contrast,
     "linear": linear,
@@ -172,6 +180,7 @@ REFUSED = {
         "the shape of a result depends",
     ),
     "a length beside a comparison": (lambda x: x.sum() * (len(x[x > 0]) == 3), "the shape of a result depends"),
+    "a mask beside an index": (lambda x: x[x[:, 0] > 0, torch.tensor([0, 1, 2])].sum(), "a mask"),
     "a standard deviation": (lambda x: x[x > 0].std(), "std|var"),
 }
 

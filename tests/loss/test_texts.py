@@ -17,8 +17,8 @@ from tests.oracles.steps import step_of
 def batch_of(number: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(number)
     ids = [f"{number}_{row}" for row in range(8)]
-    x = torch.randn(8, 4, generator=generator)
-    return {"x": x, "ids": ids, "task": "ab"[number % 2], "scale": ["", "3"][number % 2]}
+    task, scale = [("a", ""), ("b", "3")][number % 2]
+    return {"x": torch.randn(8, 4, generator=generator), "ids": ids, "task": task, "scale": scale}
 
 
 def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -118,3 +118,23 @@ def test_a_loss_that_begins_to_read_texts_is_compiled_for_each() -> None:
     for number in range(4):
         state, metrics = step(state, batch_of(number))
         assert (float(metrics["loss"]) == 0.0) == (number % 2 == 0)
+
+
+def where_asked(model: nn.Module, batch: Any) -> torch.Tensor:
+    return loss_of(model, batch) * (2.0 if batch["num"] > 3 and batch["task"] == "a" else 1.0)
+
+
+def where_text(model: nn.Module, batch: Any) -> torch.Tensor:
+    return loss_of(model, batch) * (2.0 if type(batch["task"]) is str and batch["task"] == "a" else 1.0)
+
+
+@pytest.mark.parametrize("loss_fn", [where_asked, where_text], ids=lambda fn: fn.__name__)
+def test_a_loss_that_reads_texts_at_some_calls(loss_fn: Callable[..., torch.Tensor]) -> None:
+    model = nn.Linear(4, 2)
+    step = step_of(model, loss_fn)
+    state = step.init()
+    for number, task in [(1, "b"), (1, "c"), (1, "a"), (5, "c"), (5, "a"), (1, "b")]:
+        batch = {"x": torch.randn(8, 4), "num": number, "task": task}
+        expected = loss_fn(step.export(state), batch).item()
+        state, metrics = step(state, batch)
+        np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)  # float32, a few sums

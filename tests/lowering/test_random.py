@@ -89,6 +89,25 @@ def test_what_torch_refuses_to_draw_from_is_not_a_number() -> None:
         assert drawn[1:].isnan().all()  # an index that torch refuses reads NaN
 
 
+REFUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "bernoulli_": lambda x: x.bernoulli_(2.0),
+    "bernoulli": lambda x: torch.bernoulli(x, -0.1),
+    "uniform_": lambda x: x.uniform_(1, 0),
+    "normal_": lambda x: x.normal_(0, -1),
+    "log_normal_": lambda x: x.log_normal_(0, -1),
+    "exponential_": lambda x: x.exponential_(-1),
+    "geometric_": lambda x: x.geometric_(2),
+    "cauchy_": lambda x: x.cauchy_(0, -1),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_numbers_that_torch_refuses_to_draw_from_are_refused(name: str) -> None:
+    for draw in (REFUSED[name], lambda x: REFUSED[name](x.to("jax")), ts.jax_jit(lambda x: REFUSED[name](x.clone()))):
+        with pytest.raises((RuntimeError, ValueError), match=r"expects|are drawn with"):
+            draw(torch.zeros(3))
+
+
 def test_every_random_operator_takes_a_key() -> None:
     seeded = {op for op in LOWERINGS if torch.Tag.nondeterministic_seeded in op.tags}
     assert seeded <= RANDOM

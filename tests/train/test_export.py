@@ -67,6 +67,12 @@ def test_modules_that_copy_themselves_are_exported_with_trained_values(make) -> 
         step.prove(state, (torch.ones(8, 8), torch.ones(8, 4))).raise_if_different()
 
 
+def test_a_copy_made_anew_has_the_training_flags_of_the_module() -> None:
+    model = nn.Sequential(CopiesItself(8, 4), nn.Dropout()).eval()
+    trained = step_of(model, squared_error)
+    assert [m.training for m in trained.export(trained.init()).modules()] == [False] * 3
+
+
 def test_a_copy_that_is_the_module_itself_is_refused() -> None:
     model = nn.Sequential(SharesItself(8, 4))
     step = step_of(model, squared_error)

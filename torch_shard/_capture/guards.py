@@ -65,6 +65,10 @@ class Guard:
         """The name of the first value that is another one for another guard."""
         return first_difference(self._walk.values, other._walk.values)
 
+    def names(self, name: str) -> bool:
+        """Tell whether code of the user's own reads a global of this name."""
+        return any(root.name == name for root in self._roots)
+
     @property
     def leaves(self) -> Iterator[tuple[str, object]]:
         """What is compared as a whole, with its name: numbers, strings, tensors and other objects."""

@@ -145,7 +145,7 @@ class SideEffects:
         return [
             buffer
             for module, contents in owners
-            if isinstance(module, nn.Module)
+            if isinstance(module, nn.Module) and "_buffers" in contents  # a script has them elsewhere, and no new ones
             for name, buffer in module._buffers.items()
             if buffer is not None and dict_of(contents["_buffers"]).get(name) is None
         ]

@@ -211,6 +211,8 @@ def _capture(
     constants = constants_to_inputs(with_views)
     with mode:
         inputs = [*(f.detach() for f in fakes), *(empty_like(c) for c in constants)]
+        for node, value in zip(with_views.graph.find_nodes(op="placeholder"), inputs, strict=True):
+            node.meta["val"] = value  # of constants, too
         stride_in_order(with_views)
         functional = _functionalize(with_views, inputs, keep)
     check_outputs(with_views.graph, functional.graph)
@@ -336,9 +338,10 @@ def _errors_for_users() -> Iterator[None]:
                 "forward mode makes (torch.func.hessian, jacfwd, jvp) where a gradient is taken of it. Give yours "
                 "values; write jacrev(jacrev(f)) for hessian(f)."
             ) from error
-        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound
 
-        shape_depends = isinstance(error, (DynamicOutputShapeException, GuardOnDataDependentSymNode, UnknownSizeError))
+        unbacked = GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound
+        shape_depends = isinstance(error, (DynamicOutputShapeException, UnknownSizeError, *unbacked))
         value_needed = isinstance(error, DataDependentOutputException)
         if not shape_depends and not value_needed and not any(said in str(error) for said in _VALUE_NEEDED):
             raise

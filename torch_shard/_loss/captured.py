@@ -67,6 +67,11 @@ class CapturedLoss:
         self._reads.renew()  # a count of calls has gone on, and was seen to be harmless
         self._attributes.renew()
 
+    @property
+    def asks_for_types(self) -> bool:
+        """Tell whether the user's own code names `type`, which nothing notes."""
+        return self._reads.names("type")
+
     def is_same(self, other: "CapturedLoss") -> bool:
         """Tell whether another capture is the same program."""
         return self.outline.is_same(other.outline)

@@ -137,7 +137,8 @@ def with_values(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Mod
 
     Args:
         module: Left as it is; its tensors are not copied.
-        values: One tensor for each name of `holdings`; ties, `requires_grad` and attributes are the module's.
+        values: One tensor for each name of `holdings`; ties, `requires_grad`, attributes and training flags are the
+            module's.
     """
     memo: dict[int, object] = {}
     for name, tensor in holdings(module).all.items():
@@ -160,6 +161,9 @@ def with_values(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Mod
         if there is not value and not value.is_meta:
             there.data.copy_(value)
             there.requires_grad_(tensor.requires_grad)
+    modules = dict(cast(Iterator[tuple[str, nn.Module]], module.named_modules()))
+    for name, m in cast(Iterator[tuple[str, nn.Module]], copied.named_modules()):
+        m.training = modules.get(name, m).training
     return copied
 
 

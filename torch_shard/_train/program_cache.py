@@ -196,8 +196,7 @@ class ProgramCache:
                 return _used(family, program), given
         if isinstance(why, str):
             self._causes.note(why, num_calls)
-        alike = [program.loss for program in reversed(family) if program.key == key or program.reads_texts is False]
-        loss = program_for(alike, values, capture)
+        loss = program_for([program.loss for program in reversed(family) if program.key == key], values, capture)
         known = next((program for program in family if program.loss is loss), None)
         if known is None and isinstance(why, Mismatch):
             self._causes.note(why, num_calls)
@@ -237,7 +236,9 @@ class ProgramCache:
 
 
 def _reads(program: StepProgram, reads_texts: Callable[[LossProgram], bool]) -> bool:
-    """Tell whether a program is for the texts of its own batch alone, which is found out once."""
+    """Tell whether a program is for the texts of its own batch alone, which is found out once, for one answer."""
+    if program.loss.answers.num > 1:  # with another one than that of the values here, texts may be read
+        return True
     if program.reads_texts is None:
         program.reads_texts = reads_texts(program.loss)
     return program.reads_texts

@@ -72,8 +72,6 @@ class GradientStep(CompiledStep):
     def cpu_model(self, state: TrainState) -> nn.Module:
         """The model with the values of a state on the CPU, with the training flags and gradient hooks that it has."""
         copy, model = with_values(self.model, to_host_by_name(state.tensors)), self.model
-        for mine, theirs in zip(copy.modules(), model.modules(), strict=True):
-            mine.training = theirs.training
         for name, parameter in model.named_parameters():
             for hook in (parameter._backward_hooks or {}).values():
                 copy.get_parameter(name).register_hook(hook)  # which a copy loses

@@ -22,6 +22,7 @@ import torch
 from jax.extend.random import threefry2x32_p
 
 from torch_shard._common.overrides import captured_op
+from torch_shard._lowering.ops.random import check_drawn_from
 from torch_shard._lowering.ops.registry import lowers
 
 aten = torch.ops.aten
@@ -69,6 +70,7 @@ def bernoulli_p(key, x, p=0.5):
 
 def _bernoulli(key, share, shape):
     """Such a share of booleans; a key that is not threefry's, and a shape too large, take JAX's own draw."""
+    check_drawn_from(0 <= share <= 1, "a probability from 0 to 1", share)
     is_ours = jax.random.key_data(key).shape == (2,) and math.prod(shape) < MOST_DRAWN and 0 < share < 1
     return _drawn(seed_of(key), share, shape) if is_ours else jax.random.bernoulli(key, share, shape)
 

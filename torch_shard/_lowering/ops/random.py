@@ -20,13 +20,21 @@ def _float_dtype(dtype: torch.dtype | None) -> np.dtype:
     return jax_dtype(dtype or torch.get_default_dtype())
 
 
+def check_drawn_from(is_distribution, what, *found):
+    """Refuse numbers that torch refuses."""
+    if not is_distribution:
+        raise ValueError(f"Random numbers are drawn with {what}, got {', '.join(map(str, found))}.")
+
+
 def _uniform(key, shape, dtype, low=0.0, high=1.0):
+    check_drawn_from(low <= high, "from <= to", low, high)
     drawn = jax.random.uniform(key, tuple(shape), dtype_of_sums(dtype), low, high).astype(dtype)
     below = np.nextafter(np.asarray(high, dtype), np.asarray(low, dtype))  # rounding may reach the upper bound
     return jnp.minimum(drawn, below)
 
 
 def _normal(key, shape, dtype, mean=0.0, std=1.0):
+    check_drawn_from(isinstance(std, jax.Array) or std >= 0, "std >= 0", std)
     return (mean + std * jax.random.normal(key, tuple(shape), dtype_of_sums(dtype))).astype(dtype)
 
 
@@ -127,6 +135,7 @@ def normal_of_size(key, mean, std, size, *, dtype=None):
 
 @lowers(aten.exponential.default, random=True)
 def exponential(key, x, rate=1.0):
+    check_drawn_from(rate > 0, "lambda > 0", rate)
     drawn = jax.random.exponential(key, x.shape, dtype_of_sums(x.dtype))
     # PyTorch's is never zero, and its logarithm (Gumbel noise) finite; the smallest of JAX's is 0, the next 2**-23.
     return (jnp.maximum(drawn, 2.0**-24) / rate).astype(x.dtype)
@@ -134,16 +143,19 @@ def exponential(key, x, rate=1.0):
 
 @lowers(aten.geometric.default, random=True)
 def geometric(key, x, p):
+    check_drawn_from(0 < p < 1, "p between 0 and 1", p)
     return jax.random.geometric(key, p, x.shape).astype(x.dtype)
 
 
 @lowers(aten.cauchy.default, random=True)
 def cauchy(key, x, median=0.0, sigma=1.0):
+    check_drawn_from(sigma > 0, "sigma > 0", sigma)
     return (median + sigma * jax.random.cauchy(key, x.shape, dtype_of_sums(x.dtype))).astype(x.dtype)
 
 
 @lowers(aten.log_normal.default, random=True)
 def log_normal(key, x, mean=1.0, std=2.0):
+    check_drawn_from(std > 0, "std > 0", std)
     return jnp.exp(_normal(key, x.shape, dtype_of_sums(x.dtype), mean, std)).astype(x.dtype)
 
 
