@@ -197,8 +197,8 @@ def stride_in_order(graph: GraphModule) -> None:
     """
     for node in graph.graph.nodes:
         for view in _written_views(node):
-            val = view.meta["val"]
             if view.target is aten.unfold.default:
+                val = view.meta["val"]
                 view.target = aten.as_strided.default
                 view.args = (view.args[0], list(val.shape), list(val.stride()), val.storage_offset())
     for node in [n for n in graph.graph.nodes if n.target is aten.as_strided.default]:

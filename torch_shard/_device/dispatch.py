@@ -42,6 +42,8 @@ def runner(func: Operator) -> Callable[..., PyTree]:
     """Find how to run an operator: as a special case, as one that writes, as a view, or by its lowering alone."""
     if func in _SPECIAL:
         return _SPECIAL[func]
+    if func._can_decompose():  # in torch.inference_mode nothing above has taken it apart
+        return func.decompose
     aliases = [a.alias_info for a in func._schema.arguments]
     if any(info is not None and info.is_write for info in aliases):
         return lambda *args, **kwargs: _write(func, args, kwargs)
@@ -302,6 +304,9 @@ def _determinant(func: Operator, x: torch.Tensor) -> PyTree:
 
 _SPECIAL: dict[Operator, Callable] = {
     aten.rrelu_with_noise.default: _rrelu,
+    aten.batch_norm.default: lambda *args: aten.native_batch_norm.default(*args[:8])[
+        0
+    ],  # PyTorch's own gives None, too
     aten.empty.memory_format: _empty,
     aten.empty_strided.default: _empty,
     aten.empty_like.default: _empty_like,
