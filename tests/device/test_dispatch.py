@@ -223,6 +223,23 @@ def test_gradients_through_views_of_two_leaves_are_two_tensors(view) -> None:
         assert_same(grad, 2 * torch.arange(6.0).view(2, 3))
 
 
+INFERRED = {
+    "moved": lambda x: x.cpu() + 1,
+    "a copy": lambda x: (x.t().contiguous().zero_(), x)[1],
+    "a view": lambda x: (x.reshape(-1).mul_(2), x.T[0].zero_(), x)[2],
+    "normalised": lambda x: nn.functional.batch_norm(x, None, None, training=True),
+    "attention": lambda x: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]),
+}
+
+
+@pytest.mark.parametrize("name", INFERRED)
+def test_in_inference_mode(name: str) -> None:
+    x = torch.arange(12.0).view(3, 4)
+    with torch.inference_mode():
+        found, wanted = (INFERRED[name](x.to(device, copy=True)) for device in ("jax", "cpu"))
+        torch.testing.assert_close(found.cpu(), wanted)
+
+
 def test_an_expanded_tensor_is_not_written_to() -> None:
     x = torch.zeros(3, 1, device="jax")
     with pytest.raises(RuntimeError, match=r"Several elements of this view.*Write to a clone\(\)"):

@@ -95,6 +95,19 @@ def test_a_number_on_the_cpu_meets_a_tensor_of_the_device() -> None:
     assert (x * torch.ones((), device="jax")).dtype == torch.bfloat16
 
 
+def test_short_integers_wrap_around() -> None:
+    for dtype in (torch.uint8, torch.int8, torch.int16):
+        check(lambda x, dtype=dtype: x.to(dtype), torch.tensor([-1.5, 300.0, 40000.0]))
+        check(lambda x, dtype=dtype: torch.empty(2, dtype=dtype, device=x.device).copy_(x), torch.tensor([-1.5, 300.0]))
+
+
+def test_out_keeps_its_shape_and_a_sum_is_in_its_dtype() -> None:
+    x = torch.tensor([[1.7, 2.7, -0.5]] * 2)
+    check(lambda x: torch.sum(x, 1, out=torch.empty(2, dtype=torch.int32, device=x.device)), x)
+    with pytest.raises(NotImplementedError, match=r"out has shape \(4, 3\), the result \(3,\)"):
+        torch.add(x[0].to("jax"), 1, out=torch.empty(4, 3, device="jax"))
+
+
 def test_a_result_that_does_not_fit_where_it_is_written() -> None:
     for device in ("cpu", "jax"):
         x = torch.ones(4, dtype=torch.int32, device=device)

@@ -237,6 +237,19 @@ def test_writes_to_views_look_at_no_more_than_the_view(name: str, monkeypatch: p
     assert all(size <= max(view.shape, default=1) for size in sizes), sizes
 
 
+def test_views_have_the_strides_of_torch() -> None:
+    base, wanted = (torch.arange(6.0, device=device).reshape(2, 3) for device in ("jax", "cpu"))
+    for view in (torch.t, lambda x: x[:, 1:], lambda x: x.expand(4, 2, 3), lambda x: x.t().detach()[1:]):
+        found, like = view(base), view(wanted)
+        assert (found.stride(), found.storage_offset()) == (like.stride(), like.storage_offset())
+        assert found.is_contiguous() == like.is_contiguous()
+    for x in (base, wanted):
+        x.t().contiguous().add_(1)
+    assert_same(base, wanted)
+    with pytest.raises(NotImplementedError, match="numbers of its own"):  # torch has no such view at all
+        base.t().view(-1).add_(1)
+
+
 def test_a_reshape_that_copies_in_torch_shares_nothing() -> None:
     base, wanted = (torch.arange(6.0, device=device).reshape(2, 3) for device in ("jax", "cpu"))
     for x in (base, wanted):

@@ -2,10 +2,12 @@
 
 # ruff: noqa: E501  (a table)
 
+import threading
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -177,3 +179,50 @@ REFUSED = {
 
 def test_what_is_refused() -> None:
     assert_refused(REFUSED, lambda text: eval(text))
+
+
+def test_gradients_are_taken_in_inference_mode() -> None:
+    with torch.inference_mode():
+        found = [
+            ts.jax_grad(wavy)(X),
+            ts.jax_grad(ts.jax_jit(wavy))(X),
+            ts.torch_view(jax.grad(ts.jax_view(wavy))(ts.jax_view(X))),
+        ]
+    for grad in found:
+        assert_close(grad, torch_grad(wavy, X))
+
+
+COMPLEX = torch.complex(torch.linspace(-1, 2, 6), torch.linspace(2, 1, 6))
+
+
+def test_gradients_of_complex_numbers_are_torchs() -> None:
+    """Of JAX functions too, whose own are the conjugates; and JAX's where JAX takes them."""
+
+    def in_torch(z: torch.Tensor) -> torch.Tensor:
+        return (z * z * (1 + 2j) + z.conj()).abs().sum()
+
+    def in_jax(z: jax.Array) -> jax.Array:
+        return jnp.abs(z * z * (1 + 2j) + jnp.conj(z)).sum()
+
+    wanted = COMPLEX.clone().requires_grad_()
+    in_torch(wanted).backward()
+    for fn in (ts.jax_jit(in_torch), ts.torch_view(in_jax), ts.jax_checkpoint(ts.torch_view(in_jax))):
+        leaf = COMPLEX.clone().requires_grad_()
+        fn(leaf).backward()
+        assert_close(leaf.grad, wanted.grad)
+        assert_close(ts.jax_grad(fn)(COMPLEX), wanted.grad)
+    array = jnp.asarray(COMPLEX.numpy())
+    for transform in (jax.grad, lambda fn: lambda z: jax.jvp(fn, (z,), (z * (2 - 1j),))[1]):
+        np.testing.assert_allclose(transform(ts.jax_view(in_torch))(array), transform(in_jax)(array), rtol=1e-4)
+
+
+def test_threads_share_an_adapted_function() -> None:
+    model = torch.nn.Linear(4, 4)
+    fn, found = ts.jax_jit(model), {}
+    threads = [threading.Thread(target=lambda i=i: found.update({i: fn(torch.ones(i + 1, 4))})) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(6):
+        assert_close(found[i].detach(), model(torch.ones(i + 1, 4)).detach())

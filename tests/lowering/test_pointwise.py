@@ -57,6 +57,11 @@ CASTS: dict[str, Callable[[], torch.Tensor]] = {
     "cumsum of bool": lambda: torch.tensor([[True, False, True]]).cumsum(-1).int(),
     "cumprod of int8": lambda: torch.full((3,), 20, dtype=torch.int8).cumprod(0).int(),
     "mean in a dtype": lambda: torch.full((4,), 60000.0, dtype=torch.float16).mean(dtype=torch.float32),
+    "mean of rows in a dtype": lambda: torch.full((2, 4), 60000.0, dtype=torch.float16).mean(1, dtype=torch.float32),
+    "sum in a dtype": lambda: torch.full((4,), 60000.0, dtype=torch.float16).sum(dtype=torch.float32),
+    "sum of rows in a dtype": lambda: torch.full((2, 4), 60000.0, dtype=torch.float16).sum(-1, dtype=torch.float32),
+    "sum of what is cut": lambda: torch.tensor([1.7, 2.7, -0.5]).sum(dtype=torch.int32),
+    "nansum in a dtype": lambda: torch.full((4,), 60000.0, dtype=torch.float16).nansum(dtype=torch.float32),
     "mean of short numbers": lambda: torch.full((4,), 60000.0, dtype=torch.float16).mean(),
     "mean of whole numbers": lambda: torch.full((3,), 200, dtype=torch.uint8).mean(dtype=torch.float32),
     "cumsum in a dtype": lambda: torch.full((3,), 200, dtype=torch.uint8).cumsum(0, dtype=torch.float32),
@@ -103,6 +108,30 @@ def test_division_equals_torch(name: str) -> None:
         torch.testing.assert_close(
             found.cpu().to(wanted.dtype), wanted, equal_nan=True, msg=lambda text, pair=pair: f"{pair}: {text}"
         )
+
+
+INF = float("inf")
+
+ODD = torch.tensor([INF, NAN, 1.0, -INF, NAN, 0.0])
+
+AT_ODD: dict[str, Callable[[torch.Tensor], Any]] = {
+    "times a mask": lambda x: x * (x > 0),
+    "a mask times": lambda x: (x == 0).mul(x.double()),
+    "addcmul": lambda x: torch.addcmul(x[2:3], x, x > 0),
+    "sign": torch.sign,
+    "gradient of abs": lambda x: torch.func.grad(lambda x: x.abs().sum())(x),
+    "gradient of amax": lambda x: torch.func.grad(lambda x: x.amax())(x),
+    "cummax": lambda x: [*x.cummax(0)],
+    "cummin": lambda x: [*torch.stack([x, x.flip(0)]).cummin(-1)],
+}
+
+
+@pytest.mark.parametrize("name", AT_ODD)
+def test_infinities_and_nan(name: str) -> None:
+    wanted = AT_ODD[name](ODD)
+    for found in (AT_ODD[name](ODD.to("jax")), ts.jax_jit(AT_ODD[name])(ODD)):
+        for a, b in zip(*(x if isinstance(x, list) else [x] for x in (found, wanted)), strict=True):
+            torch.testing.assert_close(a.cpu(), b, equal_nan=True, check_dtype=False)
 
 
 def test_integers_are_rolled() -> None:

@@ -184,7 +184,7 @@ _VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "slice": lambda h: h[::2, 1:-1],
     "as_strided": lambda h: h.as_strided((3, 2), (2, 1), 1),
     "unflatten": lambda h: h.unflatten(1, (2, 4)),
-    "unfold": lambda h: h.unfold(1, 2, 2),
+    "unfold": lambda h: h.unfold(1, 3, 3),  # two columns are in no window
     "view_as_complex": lambda h: torch.view_as_real(torch.view_as_complex(h.view(-1, 4, 2))),
     "detach": lambda h: h.detach(),
     "chain": lambda h: h.view(-1, 4, 2).permute(2, 0, 1)[1].t().diagonal(),

@@ -7,6 +7,7 @@ gather, so products get their own dims back.
 
 import math
 import operator
+from collections.abc import Iterator
 
 import torch
 from torch.fx import GraphModule, Node
@@ -192,7 +193,14 @@ def stride_in_order(graph: GraphModule) -> None:
     """Rewrite `graph`, not yet functional, in place; values and aliases stay the same.
 
     Each `as_strided` then has an operand whose elements lie in memory one after the other, in the order of its indices.
+    What is written through `unfold` is written by strides: PyTorch's rule makes zeros of what no window holds.
     """
+    for node in graph.graph.nodes:
+        for view in _written_views(node):
+            if view.target is aten.unfold.default:
+                val = view.meta["val"]
+                view.target = aten.as_strided.default
+                view.args = (view.args[0], list(val.shape), list(val.stride()), val.storage_offset())
     for node in [n for n in graph.graph.nodes if n.target is aten.as_strided.default]:
         source, size, stride, *rest = args_of(node)
         offset = rest[0] if rest and rest[0] is not None else source.meta["val"].storage_offset()
@@ -200,13 +208,29 @@ def stride_in_order(graph: GraphModule) -> None:
     graph.recompile()
 
 
+def _written_views(node: Node) -> Iterator[Node]:
+    """What a node writes to, and what that is a view of."""
+    schema = getattr(node.target, "_schema", None)
+    for number, argument in enumerate(schema.arguments if schema is not None and schema.is_mutable else ()):
+        view = node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
+        while argument.alias_info is not None and argument.alias_info.is_write and isinstance(view, Node):
+            yield view
+            base = view.args[0] if view.op == "call_function" and view.args else None
+            view = base if isinstance(base, Node) and _memory(base) == _memory(view) else None
+
+
+def _memory(node: Node) -> object:
+    """Where the elements of what a node stands for are; None if it is no tensor."""
+    val = node.meta.get("val")
+    return val.untyped_storage()._cdata if isinstance(val, torch.Tensor) else None
+
+
 def _in_order(node: Node, source: Node) -> Node:
     """The tensor that `source` is a view of, its dims in the order of their strides."""
-    storage = source.meta["val"].untyped_storage()
     whole = source
     while (order := _order(whole.meta["val"])) is None:
         parent = whole.args[0] if whole.op == "call_function" and whole.args else None
-        if not isinstance(parent, Node) or parent.meta["val"].untyped_storage()._cdata != storage._cdata:
+        if not isinstance(parent, Node) or _memory(parent) != _memory(source):
             raise NotImplementedError(
                 f"as_strided of a tensor with strides {source.meta['val'].stride()}, whose memory a compiled program "
                 "cannot reconstruct. Call .contiguous() before it, or index instead."

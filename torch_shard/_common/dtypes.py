@@ -28,6 +28,11 @@ def widened(x: jax.Array) -> jax.Array:
     return x.astype(dtype_of_sums(x.dtype))
 
 
+def numbers_of(mask: jax.Array, dtype: np.dtype) -> jax.Array:
+    """1 and 0 for booleans: of a product with what is converted from them, XLA makes a choice, which hides NaN."""
+    return jnp.where(mask, np.asarray(1, dtype), np.asarray(0, dtype))
+
+
 def jax_dtype(dtype: torch.dtype) -> np.dtype:
     """The dtype that JAX gives to data of a torch dtype: 64 bits become 32 unless `jax_enable_x64` is on."""
     if dtype not in _TORCH_TO_JAX:

@@ -42,6 +42,8 @@ def runner(func: Operator) -> Callable[..., PyTree]:
     """Find how to run an operator: as a special case, as one that writes, as a view, or by its lowering alone."""
     if func in _SPECIAL:
         return _SPECIAL[func]
+    if func._can_decompose():  # in torch.inference_mode nothing above has taken it apart
+        return func.decompose
     aliases = [a.alias_info for a in func._schema.arguments]
     if any(info is not None and info.is_write for info in aliases):
         return lambda *args, **kwargs: _write(func, args, kwargs)
@@ -126,8 +128,8 @@ def _view(func: Operator, args: Sequence[PyTree], kwargs: dict) -> PyTree:
         is_gradient = isinstance(base, ViewStorage) and torch._C._current_graph_task_id() >= 0
         return wrap_array(base.read()) if is_gradient else JaxTensor(base)
     lowering, strided = find_lowering(func), view_of(func, base.strided, args[1:], kwargs)
-    if strided is None and (lowering is None or func is aten.view.default):
-        return _wrap(_run(func, args, kwargs))  # of such strides torch's reshape makes a copy
+    if strided is None and lowering is None:
+        return _wrap(_run(func, args, kwargs))
 
     def nth(index: int | None) -> Callable[[PyTree], PyTree] | None:
         def view(value: PyTree) -> PyTree:
@@ -156,11 +158,16 @@ def _write(func: Operator, args: Sequence[PyTree], kwargs: dict) -> PyTree:
     if functional is None:
         return _write_on_host(func, values, written)
     options = {k: v for k, v in kwargs.items() if k not in written}
+    outs = [a.name for a in func._schema.arguments if a.is_out]
+    if outs and "dtype" in (a.name for a in functional._schema.arguments):  # a sum is that of numbers of this dtype
+        options["dtype"] = options.get("dtype") or values[outs[0]].dtype
     if torch.Tag.pointwise in func.tags:
         _refuse_lossy(result_of(functional, args, options), values[written[0]])
     result = _run(functional, args, options)
     results = result if isinstance(result, (list, tuple)) and len(written) > 1 else [result]
     for name, value in zip(written, results, strict=True):
+        if name in outs:
+            _refuse_other_shape(func, values[name], value)
         _store(values[name], value)
     return _written(func, values, written)
 
@@ -171,6 +178,15 @@ def _refuse_lossy(result: PyTree, target: PyTree) -> None:
         return
     if not torch.can_cast(result.dtype, target.dtype):
         torch.empty(0, dtype=target.dtype).add_(torch.empty(0, dtype=result.dtype))
+
+
+def _refuse_other_shape(func: Operator, target: Any, value: Any) -> None:
+    """Refuse an `out=` that torch would resize."""
+    if isinstance(target, torch.Tensor) and target.shape != value.shape:
+        raise NotImplementedError(
+            f"{func._opname}(out=) would give a tensor on the jax device another shape: out has shape "
+            f"{tuple(target.shape)}, the result {tuple(value.shape)}. Give an out of that shape, or use the result."
+        )
 
 
 def _written(func: Operator, values: dict[str, PyTree], written: list[str]) -> PyTree:
@@ -240,10 +256,17 @@ def _parameter(source: torch.Tensor) -> torch.Tensor | None:
     return source
 
 
+def _cast(array: jax.Array, dtype: torch.dtype | None) -> jax.Array:
+    """An array in another dtype, as a compiled function casts it."""
+    cast = find_lowering(aten._to_copy.default)
+    assert cast is not None
+    return cast(array, dtype=dtype)
+
+
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     if not isinstance(target, JaxTensor):
         return target.copy_(to_host(source.jax()))  # pyright: ignore[reportAttributeAccessIssue]
-    array = to_array(source)
+    array = _cast(to_array(source), target.dtype)
     if not isinstance(source, JaxTensor) and source.ndim and target._storage.is_written:
         array = jax.device_put(jnp.broadcast_to(array, target.shape), target.sharding)  # as load_state_dict expects
     target._storage.write(array)
@@ -259,7 +282,7 @@ def _to_copy(
         host = to_host(x.jax()) if isinstance(x, JaxTensor) else x
         return host.to(device=device, dtype=dtype or host.dtype)
     array = to_array(x)
-    result = wrap_array(array if dtype is None else array.astype(jax_dtype(dtype)))
+    result = wrap_array(_cast(array, dtype))
     result._moved_from = _parameter(x)
     return result
 
@@ -274,13 +297,21 @@ def _rrelu(
     return x * noise
 
 
+def _determinant(func: Operator, x: torch.Tensor) -> PyTree:
+    """PyTorch's gradient takes its factors for those of the transpose if the matrix is contiguous, as lowerings do."""
+    return _wrap(_run(func, [x if x.is_contiguous() or x.is_complex() else x.mT], {}))
+
+
 _SPECIAL: dict[Operator, Callable] = {
     aten.rrelu_with_noise.default: _rrelu,
+    # PyTorch's own decomposition gives None, too.
+    aten.batch_norm.default: lambda *args: aten.native_batch_norm.default(*args[:8])[0],
     aten.empty.memory_format: _empty,
     aten.empty_strided.default: _empty,
     aten.empty_like.default: _empty_like,
     aten.copy_.default: _copy_,
     aten._to_copy.default: _to_copy,
+    **{op: functools.partial(_determinant, op) for op in (aten._linalg_det.default, aten._linalg_slogdet.default)},
     aten._local_scalar_dense.default: lambda x: x.jax().item(),
     aten.set_data.default: lambda x, value: setattr(x, "data", value),
 }

@@ -107,7 +107,8 @@ class ViewStorage(Storage):
         if self._strided is None:
             raise NotImplementedError(
                 f"This view of shape {self.shape} has numbers of its own on the jax device, made of those of its base "
-                "(z.real, z.conj()), and so cannot be written to. Write to the base: z = torch.complex(real, imag)."
+                "(z.real, z.conj(), x.t().view(-1)), and so cannot be written to. Write to the base "
+                "(z = torch.complex(real, imag)), or to a clone()."
             )
         places = jnp.full(self.shape, int(self._strided.storage_offset()))
         for dim, (size, stride) in enumerate(zip(self.shape, self._strided.stride(), strict=True)):
@@ -127,8 +128,15 @@ class JaxTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, storage: Storage, requires_grad: bool = False) -> "JaxTensor":
+        strided = storage.strided if isinstance(storage, ViewStorage) else None
         tensor = torch.Tensor._make_wrapper_subclass(
-            cls, storage.shape, dtype=torch_dtype(storage.dtype), device=DEVICE, requires_grad=requires_grad
+            cls,
+            storage.shape,
+            strides=None if strided is None else strided.stride(),
+            storage_offset=None if strided is None else int(strided.storage_offset()),
+            dtype=torch_dtype(storage.dtype),
+            device=DEVICE,
+            requires_grad=requires_grad,
         )
         tensor._storage = storage
         return tensor

@@ -169,8 +169,9 @@ def _vjp_of(fn: FlatJaxFn, wanted: tuple[bool, ...], given: tuple[bool, ...]) ->
         primals, cotangents = inputs[: len(wanted)], inputs[len(wanted) :]
         chosen = itertools.compress(primals, wanted)
         outputs, pull = vjp_of_chosen(fn, primals, wanted, given)
-        sums = [sum_shares(c.astype(o.dtype), o) for c, o in zip(cotangents, outputs, strict=True)]
-        return [into_shares(grad, primal) for grad, primal in zip(pull(sums), chosen, strict=True)]
+        # In JAX the gradient of a complex number is the conjugate of what it is in torch.
+        sums = [sum_shares(jax.numpy.conj(c).astype(o.dtype), o) for c, o in zip(cotangents, outputs, strict=True)]
+        return [into_shares(jax.numpy.conj(grad), primal) for grad, primal in zip(pull(sums), chosen, strict=True)]
 
     return vjp
 

@@ -99,9 +99,10 @@ class FlatFunction:
 
     def _captured(self, specs: tuple[Spec, ...]) -> Program[Any]:
         if CLOSURE.token is not None or current_mode() is not None:  # the capture around it sees what is read
-            return Program(self.fn, specs, self.what)
+            with torch.inference_mode(False):  # a derivative may be taken of it
+                return Program(self.fn, specs, self.what)
         reads = Reads(self.fn, restore=False)
-        with reads.seen():
+        with torch.inference_mode(False), reads.seen():
             program = Program(self.fn, specs, self.what, looks=not self._is_derived and not manual_axes())
         return program.reading(reads.guard())
 
@@ -210,12 +211,15 @@ def _with_torch_derivative(
         key, arrays, values, about = saved
         wanted, token = about.value
         given = tuple(_is_given(c) for c in cotangents)
-        chosen = [*map(into_shares, itertools.compress(cotangents, given))]
+        # In JAX the gradient of a complex number is the conjugate of what it is in torch.
+        chosen = [into_shares(jax.numpy.conj(c)) for c in itertools.compress(cotangents, given)]
         if not chosen or not any(wanted):
             return (None,) * (1 + len(arrays) + len(values))
         with autocast.entered(), Reader(closure, values, token, partial=True).active():
             shares = iter(function.vjp(wanted, given).apply(key, *arrays, *chosen))
-        grads = (sum_shares(next(shares), a) if w else None for a, w in zip(arrays, wanted, strict=True))
+        grads = (
+            sum_shares(jax.numpy.conj(next(shares)), a) if w else None for a, w in zip(arrays, wanted, strict=True)
+        )
         return None, *grads, *(None for _ in values)
 
     def push(primals: Any, tangents: Any) -> Any:

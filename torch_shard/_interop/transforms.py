@@ -74,7 +74,9 @@ class PerClosure:
                 if CLOSURE.readers and not variant.traced:
                     raise
                 wider = _Variant(self, settings, (*variant.closure, *request.tensors))
-                self._variants[self._variants.index(variant)] = variant = wider
+                # Another thread may have replaced it meanwhile.
+                self._variants[:] = [*(other for other in self._variants if other is not variant), wider]
+                variant = wider
 
 
 class _Variant:
@@ -146,7 +148,13 @@ def jax_value_and_grad(
     """
     if is_adapted(fn) or kwargs:
         options = {"argnums": shift(argnums), "has_aux": has_aux, "allow_int": True, **kwargs}
-        return adapt(fn, jax.value_and_grad(pure_of(fn), **options))
+        found = jax.value_and_grad(pure_of(fn), **options)
+
+        def value_and_grad(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            value, grads = found(*args, **kwargs)
+            return value, jax.tree.map(lambda grad: jnp.conj(grad) if jnp.iscomplexobj(grad) else grad, grads)
+
+        return adapt(fn, value_and_grad)
     return adapt(fn, pure_of(_TorchGradient(fn, argnums, has_aux)))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as torch_pytree
 
-from torch_shard._common.dtypes import jax_dtype, torch_dtype
+from torch_shard._common.dtypes import jax_dtype, numbers_of, torch_dtype
 from torch_shard._common.fx import args_of, fill_in, notes_of, outputs_of, sources_of, target_of
 from torch_shard._common.random import Key, fold_axes
 from torch_shard._common.types import Operator, PyTree
@@ -167,14 +167,19 @@ def _narrow(dtype: torch.dtype) -> torch.dtype:
 
 
 def exact_integers(target: object, fake: PyTree) -> Callable[[PyTree], PyTree]:
-    """What makes float64 of an integer operand where PyTorch computes in that; torchax would make float32 of it."""
+    """What makes floating-point numbers of operands where PyTorch computes in those.
+
+    Of integers, torchax would make float32 where that is float64. Of NaN times False, JAX would make 0.
+    """
     dtype = jax_dtype(fake.dtype) if isinstance(fake, torch.Tensor) else None
-    if dtype not in ("float64", "complex128") or not _computes_in_its_result(target):
+    if dtype is None or not jax.numpy.issubdtype(dtype, jax.numpy.inexact) or not _computes_in_its_result(target):
         return lambda value: value
+    is_wide = dtype in ("float64", "complex128")
 
     def exact(value: PyTree) -> PyTree:
-        is_array = isinstance(value, jax.Array)
-        return value.astype(dtype) if is_array and not jax.numpy.issubdtype(value.dtype, jax.numpy.inexact) else value
+        if not isinstance(value, jax.Array) or jax.numpy.issubdtype(value.dtype, jax.numpy.inexact):
+            return value
+        return numbers_of(value, dtype) if value.dtype == bool else value.astype(dtype) if is_wide else value
 
     return exact
 

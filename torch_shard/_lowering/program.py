@@ -110,7 +110,8 @@ class Program(Generic[Aux]):
         if self._again is None or not self._looks.is_due():
             return
         fn, specs, what = self._again
-        second = capture(fn, specs, keep=keeps_whole)
+        with torch.inference_mode(False):  # as at first
+            second = capture(fn, specs, keep=keeps_whole)
         if not outline_of(self.graph, {}).is_same(outline_of(second, {})):
             refuse_change(fn, specs, what)
         for guard in self.graph.guards:  # a count of calls has gone on, and was seen to be harmless

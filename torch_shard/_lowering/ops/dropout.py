@@ -59,7 +59,7 @@ def native_dropout(key, x, p, train):
         return x, jnp.ones(x.shape, bool)
     mask = _bernoulli(key, 1 - p, x.shape)
     scale = 0.0 if p == 1 else 1 / (1 - p)
-    return x * mask.astype(x.dtype) * np.asarray(scale, x.dtype), mask
+    return x * jnp.where(mask, np.asarray(scale, x.dtype), np.asarray(0, x.dtype)), mask
 
 
 @lowers(aten.bernoulli.p, random=True)

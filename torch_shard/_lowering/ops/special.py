@@ -7,7 +7,7 @@ import torch
 from jax.scipy import special
 
 from torch_shard._common.axes import vary_like
-from torch_shard._common.dtypes import jax_dtype
+from torch_shard._common.dtypes import jax_dtype, numbers_of
 from torch_shard._lowering.ops.registry import foreign_lowering, in_float32, lowers
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -53,6 +53,8 @@ lowers(aten.special_xlog1py.self_scalar, aten.special_xlog1py.other_scalar)(_tim
 
 @lowers(aten.sign.default)
 def sign(x):
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.where(x != x, 0, jnp.sign(x))
     return x if x.dtype == bool else jnp.sign(x)
 
 
@@ -192,6 +194,8 @@ def to_copy(x, *, dtype=None, **_):
     target = jax_dtype(dtype)
     if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(target, jnp.complexfloating):
         x = x != 0 if target == jnp.bool_ else jnp.real(x)
+    if x.dtype == jnp.bool_ and jnp.issubdtype(target, jnp.inexact):
+        return numbers_of(x, target)
     if _is_short(target) and jnp.issubdtype(x.dtype, jnp.floating):
         x = x.astype(jnp.int32)  # torch wraps around, where JAX would stop at the largest value
     return x.astype(target)
@@ -202,9 +206,19 @@ def _total_dtype(x, dtype):
     return jax_dtype(dtype) if dtype is not None else jax_dtype(torch.int64) if is_whole else x.dtype
 
 
-@lowers(aten.mean.default)
-def mean(x, *, dtype=None):
-    return jnp.mean(x if dtype is None else x.astype(jax_dtype(dtype)))
+def _in_dtype(total):
+    """A total of what the elements are in another dtype: of half precision, no sum then overflows."""
+
+    def lowered(x, dim=None, keepdim=False, *, dtype=None):
+        axes = tuple(dim) if isinstance(dim, (list, tuple)) else dim
+        return total(to_copy(x, dtype=dtype), axis=None if axes == () or not x.ndim else axes, keepdims=keepdim)
+
+    return lowered
+
+
+lowers(aten.sum.default, aten.sum.dim_IntList)(_in_dtype(jnp.sum))
+lowers(aten.nansum.default)(_in_dtype(jnp.nansum))
+lowers(aten.mean.default, aten.mean.dim)(_in_dtype(jnp.mean))
 
 
 @lowers(aten.logcumsumexp.default)
@@ -267,3 +281,23 @@ def _along(best, place):
 
 lowers(aten.max.dim)(_along(jnp.max, jnp.argmax))
 lowers(aten.min.dim)(_along(jnp.min, jnp.argmin))
+
+
+def _running(is_better):
+    """Returns `(values, indices)`; the first NaN stays until the next, and of equals the last counts."""
+
+    def pick(before, now):
+        takes = (now[0] != now[0]) | is_better(now[0], before[0])
+        return tuple(jnp.where(takes, b, a) for a, b in zip(before, now, strict=True))
+
+    def lowered(x, dim):
+        if not x.ndim or not x.size:
+            return x, jnp.zeros(x.shape, jnp.int32)
+        places = jax.lax.broadcasted_iota(jnp.int32, x.shape, dim % x.ndim)
+        return jax.lax.associative_scan(pick, (x, places), axis=dim % x.ndim)
+
+    return lowered
+
+
+lowers(aten.cummax.default)(_running(jnp.greater_equal))
+lowers(aten.cummin.default)(_running(jnp.less_equal))
