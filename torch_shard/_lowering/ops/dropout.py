@@ -58,8 +58,13 @@ def native_dropout(key, x, p, train):
     if train is False or p == 0:
         return x, jnp.ones(x.shape, bool)
     mask = _bernoulli(key, 1 - p, x.shape)
-    scale = 0.0 if p == 1 else 1 / (1 - p)
-    return x * jnp.where(mask, np.asarray(scale, x.dtype), np.asarray(0, x.dtype)), mask
+    return native_dropout_backward(x, mask, 0.0 if p == 1 else 1 / (1 - p)), mask
+
+
+@lowers(aten.native_dropout_backward.default)
+def native_dropout_backward(grad, mask, scale):
+    """What is kept, scaled; the rest times zero, which NaN and infinity outlast."""
+    return jnp.where(mask, grad * np.asarray(scale, grad.dtype), grad * np.asarray(0, grad.dtype))
 
 
 @lowers(aten.bernoulli.p, random=True)
