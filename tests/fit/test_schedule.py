@@ -117,6 +117,26 @@ def test_a_schedule_stands_still_at_a_batch_that_is_not_taken(tmp_path: Path) ->
     assert optimizer.param_groups[0]["lr"] == make_rate(4)
 
 
+def test_an_evaluation_that_fails_is_made_when_the_run_is_taken_up_again(tmp_path: Path) -> None:
+    class Fails(ts.Callback):
+        def on_step(self, run: Any) -> None:
+            if run.position == 4:
+                raise OSError("no space")
+
+    def run(callbacks: Any = (), **options: Any) -> float:
+        _, optimizer, _, step = make()
+        schedule = lrs.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.99)
+        options |= {"eval_loader": DATA, "eval_every": 2, "progress": False, "callbacks": callbacks}
+        ts.fit(step, None, DATA, steps=6, scheduler=schedule, **options)
+        return optimizer.param_groups[0]["lr"]
+
+    wanted = run()
+    with ts.Checkpointer(tmp_path) as checkpointer, pytest.raises(OSError, match="no space"):
+        run([Fails()], checkpointer=checkpointer)
+    with ts.Checkpointer(tmp_path) as checkpointer:
+        assert run(checkpointer=checkpointer) == wanted < 0.1
+
+
 def make_rate(number: int) -> float:
     """The rate after so many steps of the scheduler."""
     _, optimizer, schedule, _ = make()

@@ -226,6 +226,20 @@ def test_adagrad_has_a_state_before_its_first_step_as_in_torch() -> None:
     torch.testing.assert_close(exported["state"], optimizer.state_dict()["state"], rtol=0, atol=0)
 
 
+def test_a_frozen_parameter_keeps_the_state_that_it_has_in_torch() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = optim.Adam(model.parameters())
+    mean_square(model, X).backward()
+    optimizer.step()
+    wanted = copy.deepcopy(optimizer.state_dict()["state"])
+    model[0].requires_grad_(False)
+    step = step_of(model, optimizer=optimizer)
+    state, _ = step(step.init(), X)
+    found = step.export_optimizer(state)["state"]
+    assert [found[at]["step"].item() for at in range(4)] == [1, 1, 2, 2]
+    torch.testing.assert_close([found[0], found[1]], [wanted[0], wanted[1]], rtol=0, atol=0)
+
+
 def test_a_state_goes_on_from_that_of_torch() -> None:
     model = Net()
     optimizer = optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

@@ -18,9 +18,10 @@ def decays(params: dict) -> dict:
     return {name: "weight" in name for name in params}
 
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Any] = {
     "multi_transform": optax.multi_transform({True: optax.adamw(1e-2), False: optax.sgd(1e-2, momentum=0.9)}, decays),
     "multi_steps": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+    "multi_steps of the loss": optax.MultiSteps(optax.polyak_sgd(), 2),
     "plateau": optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau()),
 }
 

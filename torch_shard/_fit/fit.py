@@ -224,6 +224,7 @@ def fit(
             gate=gate,
             schedule=schedule,
             told=told,
+            owes_evaluation=evaluation is not None and notes.get("owes_evaluation", False),
         ).run()
 
 

@@ -199,6 +199,8 @@ class Loop:
     """Whether a bad step or a callback has ended the run."""
     ended: bool = False
     """Whether callbacks were told of the end."""
+    owes_evaluation: bool = False
+    """Whether an evaluation is due that has not been made: what is saved then makes it when it is taken up again."""
     sound: bool = True
     """Whether devices hold what they should, as far as is known."""
 
@@ -207,6 +209,8 @@ class Loop:
         failed = None
         self._heed()
         try:
+            if self.owes_evaluation:
+                self._evaluate()
             while self.position < self.settings.steps and not self.stopped and self.gate.may_run(self.position):
                 self._advance(next(self.ahead))
                 # All processes stop before a batch that is missing in one, which goes on with them until then.
@@ -244,6 +248,8 @@ class Loop:
         if (stopped := self._at_bad_step(placed, metrics)) is not None:
             self.state, self.stopped = stopped, True
         else:
+            every, is_last = self.settings.eval_every, self.position == self.settings.steps
+            self.owes_evaluation = bool(self.evaluation and (is_last or (every and self.position % every == 0)))
             self.schedule.follow(self.position)
             self.told.at(self.position, self.state, metrics)
             self.told.tell("on_step")
@@ -301,19 +307,23 @@ class Loop:
             with self.reports.paused():
                 assert_replica_integrity(state)
             self.sound = True
-        every = self.settings.eval_every
-        if self.evaluation and (position == self.settings.steps or (every and position % every == 0)):
-            self.reports.flush()
-            with self.reports.paused():
-                found = self.evaluation(state)
-            self.reports.add_evaluation(position, found)
-            self.schedule.evaluated(found)
-            self.told.tell("on_eval", found)
+        if self.owes_evaluation:
+            self._evaluate()
         if self.checkpointer is not None and position % self.checkpointer.every == 0:
             self.reports.flush(every=True)
             with self.reports.paused():
                 self.checkpointer.save(state, metrics=self.reports.numbers, notes=self._notes())
                 self.told.tell("on_save")
+
+    def _evaluate(self) -> None:
+        assert self.evaluation is not None
+        self.reports.flush()
+        with self.reports.paused():
+            found = self.evaluation(self.state)
+        self.reports.add_evaluation(self.position, found)
+        self.schedule.evaluated(found)
+        self.owes_evaluation = False
+        self.told.tell("on_eval", found)
 
     def _heed(self) -> None:
         """Stop where a callback has asked for it."""
@@ -323,7 +333,8 @@ class Loop:
 
     def _notes(self) -> dict[str, Any]:
         """What a resumed run is to know beside the state."""
-        return {"callbacks": self.told.state_dict(), **self.schedule.state_dict(self.step.optimizer)}
+        owed = {"owes_evaluation": True} if self.owes_evaluation else {}
+        return {"callbacks": self.told.state_dict(), **self.schedule.state_dict(self.step.optimizer), **owed}
 
     def _end(self) -> None:
         self.reports.flush(every=True)

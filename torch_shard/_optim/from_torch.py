@@ -4,6 +4,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 # pyright: reportPrivateUsage=false
 
+import copy
 import dataclasses
 import functools
 import logging
@@ -271,6 +272,8 @@ class TorchOptimizer:
         found: dict[int, dict[str, torch.Tensor]] = {}
         for place, (param, name) in enumerate(self._named()):
             at = places.get(name)
+            if at is None and (present := self.optimizer.state.get(param)):  # not trained: it stays as it is in torch
+                found[place] = copy.deepcopy(present)
             if at is None or not (taken[at] or self.rule.from_start):
                 continue
             own = {"step": torch.tensor(float(taken[at]))} if self.rule.counts else {}

@@ -55,6 +55,8 @@ class Update:
 
     @property
     def _of_optax(self) -> optax.GradientTransformationExtraArgs:
+        if isinstance(self.optimizer, optax.MultiSteps):  # hands on what it is given, and is no transformation itself
+            return optax.GradientTransformationExtraArgs(self.optimizer.init, cast(Any, self.optimizer.update))
         return optax.with_extra_args_support(self.optimizer)
 
     def init(self, params: Any) -> PyTree:
