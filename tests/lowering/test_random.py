@@ -118,3 +118,17 @@ def test_noise_of_gumbel_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = np.asarray(_random.exponential(None, np.zeros(3, np.float32)))
     assert (drawn > 0).all()
     assert np.isfinite(np.log(drawn)).all()
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda x: x * torch.empty_like(x).bernoulli_(0.5),
+        lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
+        lambda x: torch.nn.functional.dropout(x, 0.5),
+    ],
+)
+def test_nan_outlasts_what_is_dropped(drop: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.full((64,), torch.nan)
+    assert torch.isnan(drop(x)).all()
+    assert torch.isnan(ts.jax_jit(drop)(x)).all()

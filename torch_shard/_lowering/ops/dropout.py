@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from jax.extend.random import threefry2x32_p
 
+from torch_shard._common.dtypes import numbers_of
 from torch_shard._common.overrides import captured_op
 from torch_shard._lowering.ops.random import check_drawn_from
 from torch_shard._lowering.ops.registry import lowers
@@ -70,7 +71,7 @@ def native_dropout_backward(grad, mask, scale):
 @lowers(aten.bernoulli.p, random=True)
 def bernoulli_p(key, x, p=0.5):
     """As eager torch draws for dropout."""
-    return _bernoulli(key, p, x.shape).astype(x.dtype)
+    return numbers_of(_bernoulli(key, p, x.shape), x.dtype)
 
 
 def _bernoulli(key, share, shape):

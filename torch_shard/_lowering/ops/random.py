@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torch_shard._common.dtypes import dtype_of_sums, jax_dtype, torch_dtype, widened
+from torch_shard._common.dtypes import dtype_of_sums, jax_dtype, numbers_of, torch_dtype, widened
 from torch_shard._lowering.ops.registry import lowers
 
 aten = torch.ops.aten
@@ -107,7 +107,7 @@ def bernoulli(key, probabilities):
 @lowers(aten.bernoulli.Tensor, random=True)
 def bernoulli_tensor(key, x, probabilities):
     wide = widened(probabilities)
-    drawn = jax.random.bernoulli(key, wide, x.shape).astype(x.dtype)
+    drawn = numbers_of(jax.random.bernoulli(key, wide, x.shape), x.dtype)
     return _unless(~((wide >= 0) & (wide <= 1)), drawn)
 
 
