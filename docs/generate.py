@@ -37,8 +37,11 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     boosts = (boost for begin, boost in BOOST.items() if page.file.src_uri.startswith(begin))
     page.meta["search"] = {"boost": next(boosts, 1)}
     code = "".join(f"    {line}" for line in (ROOT / "docs/before.py").read_text().splitlines(keepends=True))
-    first = f'??? abstract "These examples begin with"\n\n    ```python\n{code}    ```'
-    return markdown.replace(BEFORE, first)
+    first = (
+        f'??? abstract "`model`, `batch`, `mesh`, `plan`: these examples begin with"\n\n    ```python\n{code}    ```'
+    )
+    shown = re.sub(rf"^{BEFORE}.*$", lambda _: first, markdown, flags=re.MULTILINE)  # a link, in the repository
+    return _to_tutorials(shown, "../../tutorials/", "../tutorials/")
 
 
 def front_page(readme: str) -> str:
@@ -47,7 +50,22 @@ def front_page(readme: str) -> str:
     text = re.sub(
         r"<picture>.*?<img alt=\"(.*?)\" src=\"docs/(\S+)-light.svg\">.*?</picture>", _pictures, text, flags=re.DOTALL
     )
-    return re.sub(r"\]\(tutorials/(\w+)\.py\)", r"](tutorials/\1.md)", text.replace("](docs/", "]("))
+    return _to_tutorials(text.replace("](docs/", "]("), "tutorials/", "tutorials/")
+
+
+def _to_tutorials(text: str, there: str, here: str) -> str:
+    """Links to tutorials, which in the repository lead to files, as the site has them: to pages, or else to files.
+
+    Args:
+        text: Of a page.
+        there: Where the tutorials are in the repository, seen from the page.
+        here: Where they are on the site.
+    """
+
+    def link(found: re.Match[str]) -> str:
+        return f"]({here}{found[1]}.{'md' if found[1] in PAGES else 'py'})"
+
+    return re.sub(rf"\]\({re.escape(there)}(\w+)\.py\)", link, text)
 
 
 def _pictures(found: re.Match[str]) -> str:

@@ -1,6 +1,7 @@
 """Train torch models on JAX meshes: the names that users import."""
 
 import importlib
+import itertools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,7 +9,11 @@ from typing import TYPE_CHECKING
 # The command `torch-shard` answers --help, --version and tutorials without torch and JAX, whose imports take seconds.
 # In that process alone, `__getattr__` finds the names when they are asked for; and so it would in a program of a user
 # that happens to have the same name.
-_IS_COMMAND = Path(next(iter(sys.argv), "")).name in ("torch-shard", "torch-shard.exe")
+# As `python -m torch_shard` its name is not known yet when this runs: "-m" stands for it.
+_NAME = Path(next(iter(sys.argv), "")).name
+_IS_COMMAND = _NAME in ("torch-shard", "torch-shard.exe") or (
+    _NAME == "-m" and any(pair == ("-m", "torch_shard") for pair in itertools.pairwise(sys.orig_argv))
+)
 
 if TYPE_CHECKING or not _IS_COMMAND:
     from torch_shard import collectives, optim, plans
@@ -180,13 +185,20 @@ _PACKAGES = (
     *("_sharding", "_spmd", "_state", "_train", "_tune"),
 )
 
+_OPTIONAL = ("hf", "lightning")
+"""Modules for a library that need not be there: imported when they are asked for."""
+
 
 def __getattr__(name: str) -> object:
-    """Find what is asked for seldom: the version; and in the command `torch-shard`, every other name."""
+    """Find what is asked for seldom: the version, `hf`, `lightning`; in the command `torch-shard`, every other name."""
     if name == "__version__":
         return importlib.import_module("importlib.metadata").version("torch_shard")
+    if name in _OPTIONAL:
+        return importlib.import_module(f"torch_shard.{name}")
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        answer = importlib.import_module("torch_shard._common.other_names").answer_to(name, __all__)
+        said = f"module {__name__!r} has no attribute {name!r}" + (answer and f". {answer}")
+        raise AttributeError(said, name=name, obj=sys.modules[__name__])  # of which Python suggests a name that is near
     importlib.import_module("torch_shard._interop").register()
     if name in ("collectives", "optim", "plans"):
         return importlib.import_module(f"torch_shard.{name}")

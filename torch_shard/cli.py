@@ -17,6 +17,9 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 NUM_SIMULATED = 8
+PREVIEWED = {"batch": 2, "model": 2}
+"""Sizes of the mesh of a preview where nobody says others."""
+
 TUTORIALS = (Path(__file__).parent / "_tutorials", Path(__file__).parents[1] / "tutorials")
 """Within a wheel; beside the package in a checkout."""
 
@@ -82,6 +85,18 @@ def _as_usage(hint: str | None = None) -> Iterator[None]:
         yield
     except (ImportError, OSError, TypeError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint=hint) from error
+
+
+def _check_target(target: str) -> None:
+    """Answer for a Python file that is not there before torch and JAX are imported, which takes seconds."""
+    if target.endswith(".py"):
+        _check_path(Path(target), "TARGET")
+
+
+def _check_path(path: Path, hint: str) -> None:
+    """The same for any file or directory."""
+    if not path.exists():
+        raise typer.BadParameter(f"there is no file {path}.", param_hint=hint)
 
 
 def _begin(num_devices: int | None = None) -> None:
@@ -177,7 +192,10 @@ def preview(
     topology: Annotated[
         str | None, typer.Option(help="Accelerators that this machine need not have, as in v5e:16x16 or h100:8.")
     ] = None,
-    mesh: Annotated[str, typer.Option(help="Sizes of the mesh axes.")] = "batch=2,model=2",
+    mesh: Annotated[
+        str | None,
+        typer.Option(help="Sizes of the mesh axes. By default those of the file's own mesh, or batch=2,model=2."),
+    ] = None,
     remat: Annotated[
         str | None, typer.Option(help="What the backward pass computes again: none, dots, block, or bytes per device.")
     ] = None,
@@ -187,21 +205,30 @@ def preview(
     Nothing is placed on a device, and nothing runs: without --topology the CPU simulates the devices of the mesh. Exits
     with 1 if the program does not fit.
     """
-    sizes = _read_sizes(mesh)
+    sizes = None if mesh is None else _read_sizes(mesh)
     if remat not in (None, "none", "dots", "block") and not (remat.isdecimal() and int(remat)):
         raise typer.BadParameter(f"none, dots, block or bytes per device, got {remat!r}.", param_hint="--remat")
+    _check_target(target)
+
+    from jax.sharding import Mesh
 
     from torch_shard._inspect import find_step
-    from torch_shard._sharding import make_mesh
+    from torch_shard._sharding import make_mesh, within_topology
 
-    given: Any = int(remat) if remat and remat.isdecimal() else remat
-    _begin(None if topology else math.prod(sizes.values()))
-    with _as_usage("--topology" if topology else "--mesh"):
-        devices = make_mesh(None, topology=topology, **sizes)
+    def choose_mesh(of_file: Mesh | None) -> Mesh:
+        if sizes is None and of_file is not None:
+            return of_file
+        with _as_usage("--topology" if topology else "--mesh"):
+            return make_mesh(None, topology=topology, **(sizes or PREVIEWED))
+
+    wanted: Any = int(remat) if remat and remat.isdecimal() else remat
+    # A file's own mesh may be larger than that of --mesh; where none is asked for, the file's is taken.
+    _begin(None if topology else max(NUM_SIMULATED, math.prod((sizes or PREVIEWED).values())))
     try:
-        step, batch = find_step(target, devices, given)
+        with within_topology(topology):
+            step, batch = find_step(target, choose_mesh, wanted)
         found = step.preview(batch)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         where = "" if topology else " (On devices that the CPU simulates; --topology v5e:2x2 compiles for TPUs.)"
         raise typer.BadParameter(f"{error}{where}", param_hint="TARGET") from error
     _console(132).print(found)
@@ -231,6 +258,7 @@ def prove(
     On eight simulated CPU devices, or on the accelerators that JAX sees. Exits with 1 if a number differs.
     """
     sizes = None if mesh is None else _read_sizes(mesh)
+    _check_target(target)
 
     from torch_shard._inspect import find_proved
     from torch_shard._inspect import prove as proved
@@ -268,6 +296,7 @@ def tune(
 
     Ctrl-C shows the best so far.
     """
+    _check_path(file, "FILE")
     logging.basicConfig(format="%(message)s")
     logging.getLogger("torch_shard._tune").setLevel(logging.INFO)
     from torch_shard._inspect import read_file
@@ -303,6 +332,9 @@ def replay(
     Exits with 1 if the step is finite here.
     """
     sizes = _read_sizes(mesh)
+    _check_target(target)
+    _check_path(directory, "DIRECTORY")
+
     from torch_shard._inspect import find_nan, find_step, read_bad_batch
     from torch_shard._io import Checkpointer
     from torch_shard._sharding import make_mesh
@@ -310,7 +342,7 @@ def replay(
 
     _begin()
     with _as_usage():
-        step, like = find_step(target, make_mesh(None, topology=None, **sizes))
+        step, like = find_step(target, lambda of_file: make_mesh(None, topology=None, **sizes))
         if not isinstance(step, TrainStep):
             raise ValueError("its step does not train.")
         batch = read_bad_batch(directory, like)
@@ -331,6 +363,7 @@ def inspect(
 
     Exits with 1 if --verify finds damage.
     """
+    _check_path(checkpoint, "CHECKPOINT")
     from torch_shard._io import find_checkpoint, find_damage, inventory
 
     _begin()
@@ -357,6 +390,7 @@ def convert(
 
     Sources are files, Hugging Face's directories and index files, and checkpoints. Names and values stay as they are.
     """
+    _check_path(source, "SRC")
     from torch_shard._io import FORMATS, convert_weights
 
     _begin()

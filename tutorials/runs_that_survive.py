@@ -121,7 +121,7 @@ with ts.Checkpointer(folder / "run", keep=2, every=10) as checkpointer:
 # %%
 with ts.Checkpointer(folder / "run", keep=2, every=10) as checkpointer:
     state = ts.fit(step, None, loader(data), checkpointer=checkpointer, log=folder / "log", **options)
-ts.fit(step, step.init(seed=0), loader(data), log=folder / "undisturbed", **options)
+ts.fit(make_step(batch=4, model=2), None, loader(data), log=folder / "undisturbed", **options)
 
 
 def losses(log):

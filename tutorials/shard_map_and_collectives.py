@@ -117,7 +117,7 @@ assert torch.equal(multiply(whole_x, whole_w).cpu(), whole_x @ whole_w)
 # round robin. `all_to_all` turns what is split by rows into what is split by columns.
 
 # %%
-line = ts.make_mesh(i=4)
+line = ts.make_mesh(jax.devices()[:4], i=4)
 on_line = functools.partial(ts.jax_shard_map, mesh=line, in_specs=P("i"), out_specs=P("i"))
 
 digits = torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6], [5, 3, 5, 8], [9, 7, 1, 2]])

@@ -205,11 +205,12 @@ def test_evaluation_has_a_compute_dtype_too() -> None:
         dtypes.append(m[0](batch).dtype)
         return loss_fn(m, batch)
 
+    wanted = loss_fn(m, batch()).item()
     evaluation = ts.make_eval_step(m, loss, mesh=make_mesh((4, 2)), plan=PLAN, compute_dtype=torch.bfloat16)
     state = sgd_step(m, loss_fn, (4, 2), plan=PLAN).init()
     found = float(evaluation(state, batch())["loss"])
     assert set(dtypes) == {torch.bfloat16}
-    np.testing.assert_allclose(found, loss_fn(m, batch()).item(), rtol=BFLOAT16)
+    np.testing.assert_allclose(found, wanted, rtol=BFLOAT16)
 
 
 def test_float64_needs_x64_and_is_then_exact() -> None:

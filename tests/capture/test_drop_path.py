@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 import torch_shard as ts
-from tests.oracles.steps import sgd_step
+from tests.oracles.steps import anew, sgd_step
 from tests.tables.cases import chosen
 
 SAME = 1e-5  # the same numbers are drawn; float32 sums of some hundred terms are in another order
@@ -40,7 +40,7 @@ def _dropping_step(model: nn.Module, scan: Any, num_devices: int = 8) -> tuple[t
 
 
 def _losses(step: ts.TrainStep, batch: Any, num_steps: int) -> list[float]:
-    state, losses = step.init(seed=0), []
+    state, losses = anew(step, _drops("ConvNext")).init(seed=0), []
     for _ in range(num_steps):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles.eager import loss_on_cpu
 from tests.oracles.steps import sgd_step
 from tests.tables.cases import BATCH, Dropping
 
@@ -397,7 +398,7 @@ def test_a_change_between_steps_is_seen(name: str, monkeypatch: pytest.MonkeyPat
     for num_compiles in (1, 1, 2, 2):
         if num_compiles == 2 and step.num_compiles == 1:
             change()
-        wanted = loss_fn(model, batch).item()
+        wanted = loss_on_cpu(model, loss_fn, batch)
         state, metrics = step(state, batch)
         np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-6)
         assert step.num_compiles == num_compiles
@@ -446,12 +447,12 @@ def test_a_teacher_beside_the_model_is_followed() -> None:
     state, training = step(state, x)
     teacher.eval()
     state, evaluating = step(state, x)
-    np.testing.assert_allclose(evaluating["loss"], loss_fn(model, x).item(), rtol=1e-5)
+    np.testing.assert_allclose(evaluating["loss"], loss_on_cpu(model, loss_fn, x), rtol=1e-5)
     assert float(training["loss"]) != float(evaluating["loss"])
     with torch.no_grad():
         teacher.layer.weight.zero_()
     state, moved = step(state, x)
-    np.testing.assert_allclose(moved["loss"], loss_fn(model, x).item(), rtol=1e-5)
+    np.testing.assert_allclose(moved["loss"], loss_on_cpu(model, loss_fn, x), rtol=1e-5)
 
 
 def test_an_explanation_lists_what_a_program_keeps() -> None:
@@ -477,7 +478,7 @@ def test_what_has_another_value_is_named(caplog: pytest.LogCaptureFixture) -> No
         for name, value in (("beta", 0.5), ("shift", torch.ones(8))):
             setattr(model, name, value)
             state, metrics = step(state, batch)
-            np.testing.assert_allclose(metrics["loss"], loss(model, batch).item(), rtol=1e-5)
+            np.testing.assert_allclose(metrics["loss"], loss_on_cpu(model, loss, batch), rtol=1e-5)
             assert f"the attribute {name} has another value" in caplog.text
 
 
@@ -625,7 +626,7 @@ def test_the_package_of_the_loss_is_the_users_own_where_it_is_installed(
     step, state, batch = stepped(losses.loss, model)
     settings.SCALE = 3.0
     _, metrics = step(state, batch)
-    np.testing.assert_allclose(metrics["loss"], losses.loss(model, batch).item(), rtol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], loss_on_cpu(model, losses.loss, batch), rtol=1e-6)
 
 
 def test_two_threads_each_see_their_own_functions() -> None:
@@ -635,7 +636,7 @@ def test_two_threads_each_see_their_own_functions() -> None:
         step, state, batch = stepped(loss, model)
         box.scale = 3 * scale
         _, metrics = step(state, batch)
-        return float(metrics["loss"]), loss(model, batch).item()
+        return float(metrics["loss"]), loss_on_cpu(model, loss, batch)
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         for found, wanted in pool.map(trained, (1.0, 2.0)):

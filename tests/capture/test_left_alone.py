@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 import torch_shard as ts
 from tests.oracles.eager import assert_follows, eager_trajectory
+from tests.oracles.steps import anew, step_of
 from tests.tables import layered, layers_with_effects, models, odd, semantics
 from tests.tables.cases import Case, chosen, make_mesh
 from tests.tables.semantics import WIDTH, built
@@ -29,9 +30,15 @@ from torch_shard._loss.joint import LossSource
 def attributes(model: nn.Module) -> list[object]:
     """All that a model holds, by identity; contents of containers and records too, in order."""
     return [(path, *_within(vars(m), 4), vars(m).keys()) for path, m in model.named_modules(remove_duplicate=False)] + [
-        (name, p.grad, p.requires_grad, p.is_leaf, p._backward_hooks, p._version, sorted(vars(p)))
+        (name, p._grad, p.requires_grad, p.is_leaf, p._backward_hooks, sorted(vars(p)))
         for name, p in model.named_parameters()
     ]
+
+
+def live(model: nn.Module) -> nn.Module:
+    """The model with the tensors of a run, which later runs go on with."""
+    step_of(model).init()
+    return model
 
 
 def _within(value: object, depth: int) -> Iterator[object]:
@@ -129,12 +136,11 @@ def test_what_forward_makes_of_constants_is_a_constant_and_is_exported(layer: ty
     trajectory = eager_trajectory(case, 2)
     for wanted in trajectory:
         wanted["held"] = {name: value for name, value in wanted["held"].items() if name in model.state_dict()}
-    before = attributes(model)
+    before = attributes(live(model))
     step = assert_follows(case, model, trajectory, (4, 2))
     assert attributes(model) == before
-    x = torch.ones(2, WIDTH)
+    exported, x = step.export(anew(step, eager).init()), torch.ones(2, WIDTH)
     wanted = eager(x)
-    exported = step.export(step.init())
     assert exported.state_dict().keys() == eager.state_dict().keys()
     for name, buffer in eager.named_buffers():
         torch.testing.assert_close(exported.get_buffer(name), buffer)
@@ -144,14 +150,15 @@ def test_what_forward_makes_of_constants_is_a_constant_and_is_exported(layer: ty
 @pytest.mark.parametrize("depth", [1, 3])
 def test_what_forward_makes_of_buffers_is_made_once(depth: int) -> None:
     case = built(lambda: nn.Sequential(*(Alibi() for _ in range(depth))))
-    model = case.model()
+    model, eager = case.model(), case.model()
     trajectory = eager_trajectory(case, 2)
     for wanted in trajectory:
         wanted["held"] = {name: value for name, value in wanted["held"].items() if name in dict(holds(model))}
-    before = attributes(model)
+    before = attributes(live(model))
     step = assert_follows(case, model, trajectory, (1, 1))
     assert attributes(model) == before
-    torch.testing.assert_close(step.export(step.init())(torch.ones(2, WIDTH)), model(torch.ones(2, WIDTH)))
+    exported, x = step.export(anew(step, eager).init()), torch.ones(2, WIDTH)
+    torch.testing.assert_close(exported(x), eager(x))
 
 
 def holds(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -160,13 +167,13 @@ def holds(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def test_a_module_under_two_names_is_whole_afterwards() -> None:
     case = built(UnderTwoNames)
-    model = case.model()
-    before = attributes(model)
+    model, eager = case.model(), case.model()
+    before = attributes(live(model))
     step = assert_follows(case, model, eager_trajectory(case, 2), (4, 2))
     assert attributes(model) == before
     batch = case.batches(1)[0]
-    loss = step.evaluation()(step.init(), batch)["loss"]
-    torch.testing.assert_close(torch.tensor(float(loss)), case.loss_fn(model, batch).detach())
+    loss = step.evaluation()(anew(step, eager).init(), batch)["loss"]
+    torch.testing.assert_close(torch.tensor(float(loss)), case.loss_fn(eager, batch).detach())
     found = ts.compare_with_torch(model, case.loss_fn, batch, mesh=make_mesh((1, 1)), plan=case.plan)
     found.raise_if_different()
 
@@ -214,10 +221,11 @@ def test_any_capture_leaves_the_model_as_it_was(name: str) -> None:
         loss_fn(case.model(), batch)
         counting.number = random.Random(name).randrange(next(counting.calls))
         counting.calls = itertools.count()
-    before = attributes(model)
+    before, versions = attributes(model), [p._version for p in model.parameters()]
     with contextlib.suppress(Injected, NotImplementedError):
         capture_loss(model, loss_fn, batch)
     assert attributes(model) == before
+    assert [p._version for p in model.parameters()] == versions
 
 
 def capture_loss(model: nn.Module, loss_fn: Any, batch: object) -> None:

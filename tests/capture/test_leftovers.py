@@ -133,3 +133,16 @@ def test_a_tensor_without_a_value_is_refused_where_it_is_read() -> None:
         held[0] + torch.ones(4)
     with pytest.raises(NotImplementedError, match=wanted):
         held[0].sum().item()
+
+
+def test_an_operator_that_raises_has_not_happened_where_its_error_is_caught() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        total = x.sum()
+        try:
+            total = total[:4]
+        except (IndexError, RuntimeError):
+            total = total + 1
+        return x * total
+
+    x = torch.arange(3.0)
+    torch.testing.assert_close(ts.jax_jit(fn)(x).cpu(), fn(x))

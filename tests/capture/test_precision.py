@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.oracles.steps import sgd_step
+from tests.oracles.steps import anew, sgd_step
 
 ROWS, LENGTH, WIDTH = 4, 6, 16
 PLAN = ts.ShardingPlan({}, default=P())
@@ -111,9 +111,9 @@ def test_a_step_is_what_eager_torch_makes_of_it(name: str) -> None:
 def test_it_is_a_model_whose_parameters_are_cast() -> None:
     """By plain torch alone: `functional_call` with parameters in bfloat16, whose gradients reach those in float32."""
     step, batch = make_step("language")
-    state, metrics = step(step.init(), batch)
     torch.manual_seed(0)
     model = Language()
+    state, metrics = step(anew(step, model).init(), batch)
     held = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     cast = {name: p.bfloat16() for name, p in held.items()}
     logits = torch.func.functional_call(model, cast, (batch,))

@@ -9,6 +9,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.eager import assert_follows, eager_trajectory
+from tests.oracles.steps import anew
 from tests.tables import semantics
 from tests.tables.cases import Case
 
@@ -58,8 +59,8 @@ def test_adapters_inside_of_forward_see_the_parameters_that_they_close_over() ->
         y = m.a(x).tanh() + torch.vmap(lambda z: m.b(z).sin())(x)
         return m.b(torch.func.grad(lambda z: m.a(z).cos().sum())(y))
 
-    model, case = semantics.case(with_adapters).model(), semantics.case(without)
+    adapted, case = semantics.case(with_adapters), semantics.case(without)
     trajectory = eager_trajectory(case, num_steps=2)
-    step = assert_follows(case, model, trajectory, (4, 2))
-    found = step.evaluation()(step.init(), case.batches(1)[0])["loss"]
+    step = assert_follows(case, adapted.model(), trajectory, (4, 2))
+    found = step.evaluation()(anew(step, adapted.model()).init(), case.batches(1)[0])["loss"]
     np.testing.assert_allclose(found, trajectory[0]["metrics"]["loss"], rtol=case.rtol)

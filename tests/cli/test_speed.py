@@ -13,11 +13,15 @@ import torch_shard.collectives
 HEAVY = ("torch", "jax", "jaxlib", "torchax", "optax", "numpy", "orbax", "matplotlib", "safetensors")
 
 CALLS = [["--help"], ["--version"], ["tutorials"], ["demo", "--help"], []]
+MISSING = [
+    *(["preview", "none.py"], ["prove", "none.py"], ["tune", "none.py"], ["replay", "none.py", "none"]),
+    *(["inspect", "none"], ["convert", "none", "out"]),
+]
 
 COMMAND = f"""
 import sys
 from torch_shard.cli import main
-for arguments in {CALLS}:
+for arguments in {MISSING + CALLS}:
     sys.argv[1:] = arguments
     try:
         main()
@@ -53,12 +57,27 @@ def run(folder, text, *arguments):
 def test_answers_come_without_torch_and_jax(tmp_path):
     result = run(tmp_path, COMMAND)
     assert result.stderr.splitlines()[-1] == "[] []"
-    assert [line for line in result.stderr.splitlines() if line.startswith("[")] == [f"{each} []" for each in CALLS]
-    assert [line for line in result.stdout.splitlines() if line.startswith("status")] == ["status 0"] * 4 + ["status 2"]
+    assert [line for line in result.stderr.splitlines() if line.startswith("[")] == [
+        f"{each} []" for each in MISSING + CALLS
+    ]
+    assert [line for line in result.stdout.splitlines() if line.startswith("status")] == (
+        ["status 2"] * len(MISSING) + ["status 0"] * 4 + ["status 2"]
+    )
+    assert result.stderr.count("there is no file none") == len(MISSING)
     lines = result.stdout.splitlines()
     place = lines.index(f"torch-shard {ts.__version__}")
     assert lines[place + 1].startswith(f"Python {platform.python_version()} on ")
     assert {f"{name} {version(name)}" for name in ("torch", "jax", "jaxlib", "torchax")} <= set(lines)
+
+
+def test_the_package_is_the_command_too(tmp_path):
+    command = [sys.executable, "-X", "importtime", "-m", "torch_shard", "tutorials"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0
+    assert result.stdout.startswith("Distributed arrays, from torch: python ")
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "torch_shard.cli" in imported
+    assert imported.isdisjoint(HEAVY)
 
 
 MAIN = "from torch_shard.cli import main\nmain()\n"

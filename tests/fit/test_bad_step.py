@@ -11,8 +11,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 import torch_shard as ts
-from tests.oracles.steps import step_of
-from tests.tables.runs import DATA, FEATURES, loader, values
+from tests.oracles.steps import anew, step_of
+from tests.tables.runs import DATA, FEATURES, loader, make_model, values
 from torch_shard.cli import app
 
 
@@ -36,7 +36,7 @@ def test_bad_step_is_named(step, tmp_path):
         with pytest.raises(ts.BadStepError, match="batch 4 was not taken"):  # and not passed over in silence
             ts.fit(step, None, batches, steps=6, checkpointer=checkpointer, progress=False)
         state = checkpointer.restore(step)
-    good = ts.fit(step, step.init(seed=0), batches[:3], steps=3, progress=False)
+    good = ts.fit(step, anew(step, make_model()).init(seed=0), batches[:3], steps=3, progress=False)
     for name, value in values(good).items():
         np.testing.assert_array_equal(values(state)[name], value, err_msg=name)
 

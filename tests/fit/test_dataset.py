@@ -6,12 +6,14 @@ import random
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch.utils.data import Dataset, Subset, default_collate
 
 import torch_shard as ts
+from tests.oracles.steps import step_of
 from tests.tables.runs import DATA, ROWS, run, values
 from torch_shard._device import HostRows
-from torch_shard._fit.dataset import EvaluationRows, Rows, TrainingRows, order_of
+from torch_shard._fit.dataset import EvaluationRows, Rows, TrainingRows, _reader, order_of
 
 SIZE = 8  # five batches of an epoch, and one that has four rows and four of the first
 
@@ -46,6 +48,23 @@ class Many(Dataset):
 
     def __getitems__(self, indices):
         return [torch.tensor(index) for index in indices]
+
+
+def test_rows_of_tokenizers_train_with_the_collator_that_the_error_names():
+    rows = [{"input_ids": [n, n + 1, n + 2], "label": n % 2} for n in range(16)]
+    model, seen = torch.nn.Embedding(32, 2), []
+
+    def loss_fn(model, batch):
+        seen.append(batch["input_ids"].shape)
+        return torch.nn.functional.cross_entropy(model(batch["input_ids"]).mean(1), batch["labels"])
+
+    step = step_of(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1))
+    rows = ts.Rows(rows, batch_size=8, collate_fn=transformers.default_data_collator)
+    ts.fit(step, None, rows, steps=2, progress=False)
+    assert {tuple(shape) for shape in seen} == {(8, 3)}
+    pairs = [[torch.tensor(float(n)), n] for n in range(16)]  # a list of parts, as torch takes it
+    batch = next(iter(_reader(Rows(pairs, batch_size=4), [[(0, 0), (0, 5)]], seed=0)))
+    assert [part.tolist() for part in batch] == [[0.0, 5.0], [0, 5]]
 
 
 @pytest.fixture

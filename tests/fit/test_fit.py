@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import torch_shard as ts
-from tests.oracles.steps import step_of
+from tests.oracles.steps import anew, step_of
 from tests.tables.cases import chosen
-from tests.tables.runs import DATA, FEATURES, LOADERS, STEPS, loader, losses, run, squares, values
+from tests.tables.runs import DATA, FEATURES, LOADERS, STEPS, loader, losses, make_model, run, squares, values
 from torch_shard._fit import read_metrics
 from torch_shard._fit.data import Batches
 from torch_shard._fit.fit import Evaluation
@@ -36,7 +36,7 @@ def test_stopped_and_resumed_is_uninterrupted_to_the_bit(kind, step, tmp_path):
 
 def test_state_alone_goes_on_where_it_was(step):
     whole = ts.fit(step, step.init(seed=0), loader(), steps=9, progress=False)
-    state = ts.fit(step, step.init(seed=0), loader(), steps=4, progress=False)
+    state = ts.fit(step, anew(step, make_model()).init(seed=0), loader(), steps=4, progress=False)
     state = ts.fit(step, state, loader(), steps=9, progress=False)
     for name, value in values(whole).items():
         np.testing.assert_array_equal(values(state)[name], value, err_msg=name)

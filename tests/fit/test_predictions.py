@@ -4,6 +4,7 @@ import sys
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -43,11 +44,15 @@ class F1:
 
 @pytest.fixture(scope="module")
 def step() -> ts.TrainStep:
+    return make_step()
+
+
+def make_step(**options: Any) -> ts.TrainStep:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.5), nn.Linear(16, 2))
     mesh, adam = ts.make_mesh(batch=4, model=2), torch.optim.Adam(model.parameters(), 1e-2)
     plan = ts.plans.fsdp_tp(model, mesh)
-    return ts.make_train_step(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), adam, mesh=mesh, plan=plan)
+    return ts.make_train_step(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), adam, mesh=mesh, plan=plan, **options)
 
 
 def run(step: ts.TrainStep, **options: Any) -> tuple[dict[str, float], dict[str, float]]:
@@ -81,7 +86,8 @@ def test_a_function_gets_all_predictions_in_order(step: ts.TrainStep) -> None:
 def test_a_list_for_evaluation_is_of_rows_or_of_batches(step: ts.TrainStep) -> None:
     options = {"compute_metrics": lambda found: {"f1": f1(*found)}}
     batches = [HELD_OUT[:16], HELD_OUT[16:32], HELD_OUT[32:48], HELD_OUT[48:]]
-    assert run(step, eval_loader=batches, **options)[0] == run(step, eval_loader=HELD_OUT, **options)[0]
+    found, wanted = (run(make_step(), eval_loader=loader, **options)[0] for loader in (batches, HELD_OUT))
+    assert found == wanted
     with pytest.raises(ValueError, match=r"items of \[0\] dims, where a row has \[1, 0\]"):
         run(step, eval_loader=[1, 2], **options)
 
@@ -94,6 +100,33 @@ def test_an_object_of_torchmetrics_is_updated_by_each_batch(step: ts.TrainStep, 
     found, eager = run(step, compute_metrics=metric, eval_loader=[HELD_OUT[n] for n in range(ROWS)])  # a list of rows
     assert found == pytest.approx({"loss": eager["loss"], "F1": eager["f1"]}, rel=1e-5)
     assert [len(labels) for _, labels in metric.seen] == [16, 16, 16, 5]
+
+
+def test_metrics_in_numpy_get_float32_of_a_step_in_bfloat16() -> None:
+    """As `transformers.Trainer` hands it over; NumPy has no bfloat16."""
+    got: list[torch.Tensor] = []
+
+    def accuracy(found: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
+        got.append(found[0])
+        logits, labels = (tensor.numpy() for tensor in found)
+        return {"accuracy": float((np.argmax(logits, axis=-1) == labels).mean())}
+
+    step = make_step(compute_dtype=torch.bfloat16)
+    evaluation, _ = run(step, compute_metrics=accuracy)
+    logits = got[-1]
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits, logits.bfloat16().float())  # the values of bfloat16
+    assert evaluation["accuracy"] == pytest.approx((logits.argmax(1) == Y[:ROWS]).double().mean().item())
+
+
+def test_an_error_of_a_metric_says_what_it_was_given(step: ts.TrainStep) -> None:
+    def accuracy(found: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:  # written for arrays of NumPy
+        return {"accuracy": found[0].astype("float32").mean()}  # pyright: ignore
+
+    with pytest.raises(AttributeError, match="astype") as caught:
+        run(step, compute_metrics=accuracy)
+    assert "compute_metrics was given" in caught.value.__notes__[0]
+    assert "(53, 2) torch.float32, (53,) torch.int32. One that is written in NumPy" in caught.value.__notes__[0]
 
 
 class NoStep(ts.Callback):

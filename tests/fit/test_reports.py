@@ -15,8 +15,8 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from torch import nn
 
 import torch_shard as ts
-from tests.oracles.steps import step_of
-from tests.tables.runs import DATA, loader, losses, run
+from tests.oracles.steps import anew, step_of
+from tests.tables.runs import DATA, loader, losses, make_model, run
 from torch_shard._fit import read_metrics
 from torch_shard._io.manifest import read_head
 
@@ -37,7 +37,7 @@ def test_the_last_batch_before_a_failure_is_told_of(step, tmp_path):
 
     with pytest.raises(OSError, match="the disk is gone"):
         ts.fit(step, None, fails(), steps=6, log=tmp_path / "failed", progress=False)
-    ts.fit(step, None, DATA[:24].split(8), steps=3, log=tmp_path / "whole", progress=False)
+    ts.fit(anew(step, make_model()), None, DATA[:24].split(8), steps=3, log=tmp_path / "whole", progress=False)
     assert losses(tmp_path / "failed") == losses(tmp_path / "whole")
 
 

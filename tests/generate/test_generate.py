@@ -62,6 +62,11 @@ def test_tokens_are_those_of_transformers(name):
     assert of_ours(model).tolist() == of_hf(model).tolist()
 
 
+def test_max_length_counts_the_prompt_and_its_padding(llama):
+    options = {"attention_mask": MASK, "max_length": 12, "pad_token_id": 0}
+    assert ts.generate(llama, IDS, **options).tolist() == llama.generate(IDS, do_sample=False, **options).tolist()
+
+
 def test_a_trained_state_generates_on_its_mesh_and_compiles_once():
     """Keys and values are split as the batch is and, where their weights are, by their heads."""
     model = decoder(hf.LlamaConfig(**LLAMA | {"num_hidden_layers": 1}))
@@ -163,6 +168,18 @@ def test_the_allowed_set_is_that_of_transformers():
     ("changed", "error", "said"),
     [
         ({"max_new_tokens": 0}, ValueError, "generate: max_new_tokens"),
+        ({"max_length": 9}, TypeError, "generate: one of max_new_tokens= and max_length= is needed, got both"),
+        (
+            {"max_new_tokens": None},
+            TypeError,
+            "generate: one of max_new_tokens= and max_length= is needed, got neither",
+        ),
+        (
+            {"max_new_tokens": None, "max_length": 5},
+            ValueError,
+            "generate: max_length=5 counts the prompts, which have 5",
+        ),
+        ({"max_new_tokens": None, "max_length": True}, ValueError, "generate: max_length must be a positive integer"),
         ({"temperature": 0.0}, ValueError, "generate: temperature must be above 0, got 0.0"),
         ({"top_p": 1.5}, ValueError, "generate: top_p must be above 0 and at most 1, got 1.5"),
         ({"top_k": 0}, ValueError, "generate: top_k"),

@@ -57,7 +57,7 @@ def test_who_waits_in_vain_is_told_why(says: dict, words: str) -> None:
     job = waiting()
     job.say(1, where="in step 2", **says)
     job.go_on()
-    assert words in (said := job.judge.refused[1])
+    assert words in (said := job.judge.refused[1]).why
     job.go_on(9)
     assert job.judge.refused == {1: said}
 
@@ -71,7 +71,7 @@ def test_a_process_that_is_silent_has_failed() -> None:
     assert job.judge.news.failed == {
         1: "no sign of life for 4 s (killed, stopped, or its host is gone) (last seen at its beginning)"
     }
-    assert "process 1 will not come: no sign of life" in job.judge.refused[1]
+    assert "process 1 will not come: no sign of life" in job.judge.refused[1].why
 
 
 def test_a_process_that_its_neighbours_miss_has_died_unless_it_has_ended() -> None:
@@ -104,7 +104,7 @@ def test_a_wait_for_one_that_lives_is_told_of_and_has_an_end(caplog: pytest.LogC
     ]
     assert not job.judge.refused
     job.go_on()
-    assert job.judge.refused[1].startswith("the processes do not come together: process 1 did not come within 8 s.")
+    assert job.judge.refused[1].why.startswith("the processes do not come together: process 1 did not come within 8 s.")
 
 
 def test_all_stop_where_the_farthest_is() -> None:

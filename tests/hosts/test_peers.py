@@ -91,11 +91,42 @@ def test_who_waits_in_vain_is_told_why(act: Callable[[Peers], object], words: st
             one.exchange(b"", "save")
 
 
+def test_who_was_not_there_passes_by_what_the_others_gave_up() -> None:
+    """Process 0 catches that process 1 has gone on without it; what both do then, they do together."""
+    with a_job(2) as (one, other):
+        other.status.runs = one.status.runs + 1
+        for subject in ("save", "broadcast"):
+            with pytest.raises(PeerError, match="process 1 has gone on without it"):
+                one.exchange(b"", subject)
+        one.status.runs = other.status.runs
+        for data in (b"first", b"second"):
+            calls = [lambda each=each, data=data: each.exchange(data, "init") for each in (one, other)]
+            assert together(*calls) == [[data, data]] * 2
+
+
+def test_who_comes_too_late_is_told_that_the_others_gave_up() -> None:
+    with a_job(2) as (one, other):
+        one.patience = 0.2
+        with pytest.raises(PeerError, match=r"process 1 did not come within"):
+            one.exchange(b"", "save")
+        with pytest.raises(PeerError, match=r"process 1 did not come within"):
+            other.exchange(b"", "save")
+        calls = [lambda each=each: each.exchange(b"again", "save") for each in (one, other)]
+        assert together(*calls) == [[b"again"] * 2] * 2
+
+
 def gates(found: list[Peers]) -> list[Gate]:
     made = [Gate(each) for each in found]
     for gate in made:
         gate.number = 0
     return made
+
+
+def wait_until_told(gate: Gate) -> None:
+    """Wait for the news of a stop, which another thread brings."""
+    until = time.monotonic() + 5
+    while gate.at is None and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 def test_all_stop_where_the_farthest_is() -> None:
@@ -105,9 +136,7 @@ def test_all_stop_where_the_farthest_is() -> None:
             assert all(gate.may_run(position) for position in range(begun))
         assert made[2].behind(3, OSError("no disk")) == 2  # its fourth step could not be begun
         for gate in made[:2]:
-            until = time.monotonic() + 5
-            while gate.at is None and time.monotonic() < until:
-                time.sleep(0.01)
+            wait_until_told(gate)
             assert (gate.at, gate.reason) == (5, (2, "OSError: no disk"))
             assert gate.may_run(4)
             assert not gate.may_run(5)
@@ -120,8 +149,10 @@ def test_who_is_signalled_stands_still_until_all_stop() -> None:
         other.received = signal.SIGTERM
         assert together(lambda: other.may_run(3), lambda: one.may_run(3)) in ([False, False], [True, True])
         assert not other.may_run(4)
+        wait_until_told(one)
         assert (one.at, other.at) in ((3, 3), (4, 4))
         assert other.reason == (1, "SIGTERM")
+        assert other.signalled == "SIGTERM to process 1"
 
 
 def test_none_stops_if_one_has_left_the_loop() -> None:

@@ -11,7 +11,7 @@ from tests.tables.runs import DATA, LOADERS, STEPS, make_step, run
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_signal_saves_and_leaves(number, error, tmp_path):
+def test_signal_saves_and_leaves_and_says_so(number, error, tmp_path, caplog):
     before, step = signal.getsignal(number), make_step(4, 2)
 
     def batches(position):
@@ -27,6 +27,11 @@ def test_signal_saves_and_leaves(number, error, tmp_path):
     assert signal.getsignal(number) is before
     saved = ts.Checkpointer(tmp_path / "parts" / "checkpoints").steps()[-1]
     assert 3 < saved < STEPS
+    (said,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert said.getMessage() == (
+        f"fit: {signal.Signals(number).name} after {saved} of {STEPS} batches: step {saved} is saved in "
+        f"{tmp_path / 'parts' / 'checkpoints'}, from which fit goes on. This process leaves."
+    )
     run(step, LOADERS["function"](), tmp_path / "whole", steps=saved)
     state = ts.Checkpointer(tmp_path / "parts" / "checkpoints").restore(step)
     assert int(state.num_batches) == saved

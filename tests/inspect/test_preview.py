@@ -2,6 +2,10 @@
 
 import math
 import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +21,7 @@ from tests.oracles.errors import said
 from tests.tables.cases import make_mesh
 from torch_shard._cost.total import costs_of
 from torch_shard._demo import GPT, loss_fn
+from torch_shard._inspect import find_step
 from torch_shard.cli import app
 
 WIDTH, LENGTH, WORDS = 32, 16, 64
@@ -194,3 +199,73 @@ def test_the_command_previews_files_and_functions(tmp_path: Any, monkeypatch: py
         assert message in said(found)
     assert CliRunner().invoke(app, ["preview", "train.py", "--mesh", "batch"]).exit_code == 2
     assert "there is no topology" in CliRunner().invoke(app, ["preview", "train.py", "--topology", "v9:2x2"]).output
+
+
+SCRIPT = """
+import argparse, helper, torch
+import torch_shard as ts
+
+rate = argparse.ArgumentParser()
+rate.add_argument("--rate", type=float, default=0.1)
+model, batch = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)), torch.empty(16, 64, device="meta")
+mesh, plan = ts.make_mesh(batch=4, model=2), ts.plans.fsdp_tp
+optimizer = torch.optim.SGD(model.parameters(), rate.parse_args().rate)
+loss_fn = helper.loss_fn
+step = ts.make_train_step(model, loss_fn, optimizer, mesh=mesh, plan=plan, accumulate_steps=2)
+if __name__ == "__main__":
+    raise AssertionError("it trains")
+"""
+
+
+def write_script(folder: Path) -> str:
+    (folder / "helper.py").write_text("def loss_fn(model, batch): return model(batch).square().mean()")
+    (folder / "train.py").write_text(SCRIPT)
+    return str(folder / "train.py")
+
+
+def test_a_training_script_is_previewed_with_its_own_step(tmp_path: Path) -> None:
+    step, batch = find_step(write_script(tmp_path), lambda of_file: of_file or pytest.fail("it has a mesh"))
+    assert dict(step.mesh.shape) == {"batch": 4, "model": 2}
+    assert step.options.accumulate_steps == 2
+    assert tuple(batch.shape) == (16, 64)
+
+
+def test_a_script_whose_plan_is_a_function_is_previewed_on_any_mesh(tmp_path: Path) -> None:
+    mesh = ts.make_mesh(batch=2, model=4)
+    step, _ = find_step(write_script(tmp_path), lambda of_file: mesh, "dots")
+    wanted = ts.plans.fsdp_tp(step.model, mesh).resolve(step.model, mesh)
+    assert {name: each.spec for name, each in step.plan.items()} == {name: each.spec for name, each in wanted.items()}
+    assert (step.options.accumulate_steps, step.options.remat) == (2, "dots")
+
+
+def test_a_script_makes_its_mesh_on_the_topology_and_says_where_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_script(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    script = "train.py"  # a long path would be broken into lines
+    for arguments in ([], ["--mesh", "batch=2,model=1"]):
+        found = CliRunner().invoke(app, ["preview", script, "--topology", "v9:2x2", *arguments])
+        assert found.exit_code == 2  # 1 says that a program does not fit
+        assert "train.py fails in line 8: ValueError: make_mesh: there is no topology 'v9:2x2'" in said(found)
+    Path(script).write_text("1 / 0")
+    found = CliRunner().invoke(app, ["preview", script])
+    assert found.exit_code == 2
+    assert "train.py fails in line 1: ZeroDivisionError" in said(found)
+
+
+@pytest.mark.slow
+def test_the_script_of_the_readme_is_previewed(tmp_path: Path) -> None:
+    """With its loop for training alone, in a process of its own, where it says how many devices JAX shows."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    script = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)[0]
+    definitions, training = script.split("state = step.init(seed=0)\n")
+    line = re.search(r"^ +(batch = .*)$", training, re.MULTILINE)
+    assert line is not None
+    loop = textwrap.indent(f"state = step.init(seed=0)\n{training}", "    ")
+    (tmp_path / "train.py").write_text(f'{definitions}{line[1]}\nif __name__ == "__main__":\n{loop}')
+    command = [sys.executable, "-m", "torch_shard", "preview", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "all-gather" in done.stdout
+    assert not (tmp_path / "model.pt").exists()

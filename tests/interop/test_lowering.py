@@ -162,8 +162,8 @@ def test_layers_with_such_operators_are_one_loop(remat):
     loss = square(plain, x)
     loss.backward()
     torch.testing.assert_close(float(metrics["loss"]), loss.item())
-    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(torch.tensor(state.params[name].tolist()), q.detach() - 0.1 * p.grad, **CLOSE)
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(torch.tensor(state.params[name].tolist()), p.detach() - 0.1 * p.grad, **CLOSE)
     report = step.report()
     assert "1 to 3: one loop, 3 iterations" in report
     assert "tests::cube: 3 calls run as <lambda>" in report
@@ -198,7 +198,7 @@ def test_autocast_is_that_of_the_operator():
 
 def test_an_operator_that_draws_takes_a_key():
     with ts.lowering(ops.noise)(lambda key, x: jax.random.uniform(key, x.shape)):
-        step = sgd_step(nn.Linear(3, 3), lambda m, x: (m(x) * ops.noise(x)).mean(), (2, 1))
+        step = sgd_step(nn.Linear(3, 3), lambda m, x: (m(x) * ops.noise(x)).mean(), (2, 1), rate=0.0)
         losses = [float(step(step.init(seed=seed), X)[1]["loss"]) for seed in (0, 0, 1)]
         assert losses[0] == losses[1] != losses[2]
         with pytest.raises(NotImplementedError, match=r"tests::noise draws random numbers.*register_autograd"):
@@ -220,14 +220,15 @@ def test_on_a_mesh_each_device_has_its_part(mesh):
         return sum(ops.doubled([model(x), x])).square().mean()
 
     wanted = loss_fn(model, x)
-    gradient = torch.autograd.grad((2 * model(x) + 2 * x).square().mean(), model.weight)[0]
+    (gradient,) = torch.autograd.grad((2 * model(x) + 2 * x).square().mean(), model.weight)
+    trained = (model.weight - gradient).detach()
     LOWERED["tests::doubled"].remove()
     with ts.lowering(ops.doubled, in_specs=([P("batch"), P("batch")],), out_specs=P("batch"), mesh=mesh)(double):
         step = sgd_step(model, loss_fn, (4, 1), rate=1.0)
         state, metrics = step(step.init(), x)
     assert shapes == {(2, 4)}
     torch.testing.assert_close(float(metrics["loss"]), wanted.item())
-    torch.testing.assert_close(torch.tensor(state.params["weight"].tolist()), model.weight - gradient, **CLOSE)
+    torch.testing.assert_close(torch.tensor(state.params["weight"].tolist()), trained, **CLOSE)
 
 
 REFUSED = {

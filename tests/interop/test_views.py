@@ -179,3 +179,32 @@ def test_torch_within_an_eager_shard_map() -> None:
     mesh = ts.make_mesh(batch=8)
     mapped = jax.shard_map(lambda x: ts.call_torch(torch.sin, x), mesh=mesh, in_specs=P("batch"), out_specs=P("batch"))
     np.testing.assert_allclose(mapped(jnp.arange(8.0)), np.sin(np.arange(8.0)), rtol=1e-6, atol=1e-7)
+
+
+def test_a_module_on_a_mesh_with_explicit_axes_within_auto_axes() -> None:
+    """As the error for such a mesh says, with dropout's key, and gradients that lie as the parameters do."""
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"))
+    net = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 6), nn.Dropout(0.0))
+    ids = torch.arange(8)
+
+    def loss_of(params: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(net, params, (x,)).square().mean()
+
+    params = jax.device_put(
+        ts.jax_view(dict(net.named_parameters())),
+        {name: jax.NamedSharding(mesh, P("tensor") if name == "1.bias" else P()) for name, _ in net.named_parameters()},
+    )
+    rows = jax.device_put(jnp.asarray(ids.numpy(), jnp.int32), jax.NamedSharding(mesh, P("data")))
+    with pytest.raises(ValueError, match=r"loss_of\(\), but 'data' is Explicit, 'tensor' is Explicit.*auto_axes"):
+        jax.jit(jax.grad(ts.jax_view(loss_of)))(params, rows, key=jax.random.key(0))
+
+    with jax.set_mesh(mesh):
+        view = jax.sharding.auto_axes(ts.jax_view(loss_of), out_sharding=P())
+        loss, grads = jax.jit(jax.value_and_grad(view))(params, rows, key=jax.random.key(0))
+
+    wanted = loss_of(dict(net.named_parameters()), ids)
+    wanted.backward()
+    assert_close(ts.torch_view(loss).cpu(), wanted.detach())
+    for name, parameter in net.named_parameters():
+        assert grads[name].sharding.is_equivalent_to(params[name].sharding, parameter.ndim)
+        assert_close(ts.torch_view(grads[name]).cpu(), parameter.grad)

@@ -1,10 +1,12 @@
 """Weights from shards to files: what torch, transformers and the safetensors library read back."""
 
+import copy
 import dataclasses
 import json
 import pathlib
 from typing import Any
 
+import peft
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
@@ -212,3 +214,47 @@ def test_an_export_that_dies_between_its_renames_leaves_one_that_is_whole(
     else:
         ts.export_safetensors(many(2.0), tmp_path, max_shard_bytes=after)
     assert equal(read(tmp_path), many(1.0 if renames < needed else 2.0))
+
+
+def test_names_of_adapters_are_told(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    ts.export_safetensors({"q.weight": torch.ones(2)}, tmp_path)
+    assert not caplog.text
+    ts.export_safetensors({"q.weight": torch.ones(2), "q.lora_A.default.weight": torch.ones(2)}, tmp_path)
+    assert "the names are those of peft around the model (q.lora_A.default.weight): ts.load_safetensors" in caplog.text
+    assert "model.save_pretrained(path)" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of peft's
+def test_a_state_with_adapters_is_told_from_weights_that_from_pretrained_reads(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the warning names is what transformers and peft read."""
+    base: Any = LLAMA.build("sdpa")
+    wrapped = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
+    ids = torch.randint(0, 32, (8, 6))
+    step = step_of(wrapped, lambda model, ids: model(input_ids=ids, labels=ids).loss)
+    state, _ = step(step.init(seed=0), ids)
+    state, _ = step(state, ids)  # the second factor begins as zeros, and so did the first gradient of the other
+
+    def file(name: str, what: Any) -> pathlib.Path:
+        caplog.clear()
+        return ts.export_safetensors(what, tmp_path / name)
+
+    path = file("state", state)
+    assert "(base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight)" in caplog.text
+    again = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
+    assert not again.load_state_dict(load_file(path), strict=False).unexpected_keys
+
+    trained_model: Any = step.export(state)
+    merged = trained_model.merge_and_unload()
+    path = file("merged", merged)
+    assert not caplog.text
+    base.config.save_pretrained(path.parent)
+    read = type(base).from_pretrained(path.parent).eval()
+    wrapped.save_pretrained(str(tmp_path / "adapter"))
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        wanted = step.export(state).eval()(input_ids=ids).logits
+        torch.testing.assert_close(adapted(input_ids=ids).logits, wanted)
+        torch.testing.assert_close(read(input_ids=ids).logits, wanted, rtol=1e-4, atol=1e-5)  # merged in float32

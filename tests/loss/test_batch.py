@@ -61,7 +61,8 @@ def test_dicts_of_a_batch_keep_their_order() -> None:
         return F.mse_loss(model(batch["x"]), torch.stack(list(batch["y"].values()), 1))
 
     model = nn.Linear(8, 2)
-    step = sgd_step(model, loss_fn, (8, 1))
     batch = {"y": {"b": torch.ones(8), "a": torch.zeros(8)}, "x": torch.randn(8, 8)}
+    wanted = loss_fn(model, batch).item()
+    step = sgd_step(model, loss_fn, (8, 1))
     _, metrics = step(step.init(), batch)
-    np.testing.assert_allclose(metrics["loss"], loss_fn(model, batch).item(), rtol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-6)

@@ -16,6 +16,7 @@ from torch import nn
 import torch_shard as ts
 from tests.oracles.collectives import collectives_of
 from tests.oracles.eager import LEARNING_RATE, MOMENTUM, assert_close, optimizer
+from tests.oracles.steps import anew
 from tests.tables.cases import CASE, WHOLE, Dropping, make_mesh, squared_error
 
 
@@ -106,7 +107,7 @@ def test_hooks_and_backward_passes_see_the_gradient_of_a_part(signed: bool) -> N
 
     make(model, loss_fn, 2)(make(model, loss_fn, 2).init(), batch[:8])  # microbatches of the same shape, of another n
     step = make(model, loss_fn, n)
-    state, _ = step(step.init(), batch)
+    state, _ = step(anew(step, wanted).init(), batch)
     eager_step(wanted, loss_fn, torch.optim.SGD(wanted.parameters(), LEARNING_RATE), batch, n, 4)
     for name, parameter in wanted.named_parameters():  # float32, one step
         np.testing.assert_allclose(state.params[name], parameter.detach(), rtol=1e-5, atol=1e-6, err_msg=name)
@@ -143,10 +144,10 @@ def test_metrics() -> None:
 
     torch.manual_seed(0)
     model, batch = nn.Linear(4, 2), (torch.randn(16, 4), 0.5)
-    step = make(model, loss_fn, 2)
-    _, metrics = step(step.init(), batch)
     with torch.no_grad():
         eager = [loss_fn(model, microbatch((batch[0], torch.tensor(0.5)), k, 2, 4)) for k in range(2)]
+    step = make(model, loss_fn, 2)
+    _, metrics = step(step.init(), batch)
     wanted = [m for _, m in eager]
     assert metrics["loss"].shape == metrics["mean"].shape == metrics["half"].shape == ()
     np.testing.assert_allclose(metrics["loss"], np.mean([loss.item() for loss, _ in eager]), rtol=1e-6)

@@ -1,6 +1,7 @@
 """What a loss function may return: each form trains like the loss alone, and gives its numbers as metrics."""
 
 import collections
+import copy
 import dataclasses
 from typing import Any
 
@@ -48,12 +49,12 @@ def test_each_form_trains_like_the_loss_alone(form: str) -> None:
 
     torch.manual_seed(0)
     model, batch = nn.Linear(8, 4), (torch.randn(BATCH, 8), torch.randn(BATCH, 4))
-    loss_fn = lambda m, b: make(*parts(m, b))  # noqa: E731
+    eager, loss_fn = copy.deepcopy(model), lambda m, b: make(*parts(m, b))
     step = sgd_step(model, loss_fn)
     state, metrics = step(step.init(), batch)
-    loss, error, _ = parts(model, batch)
+    loss, error, _ = parts(eager, batch)
     loss.backward()
-    np.testing.assert_allclose(state.params["weight"], (model.weight - 0.1 * model.weight.grad).detach(), rtol=1e-5)
+    np.testing.assert_allclose(state.params["weight"], (eager.weight - 0.1 * eager.weight.grad).detach(), rtol=1e-5)
     assert set(metrics) == {"loss", "grad_norm", *names}
     assert metrics["loss"].shape == ()
     np.testing.assert_allclose(metrics["loss"], loss.item(), rtol=1e-5)

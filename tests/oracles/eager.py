@@ -117,6 +117,25 @@ def _assert_layout(state: ts.TrainState, step: ts.TrainStep) -> None:
     jax.block_until_ready(state)
 
 
+class _Loss(nn.Module):
+    """A loss as a module, which runs with other values of its parameters and buffers."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any) -> None:
+        super().__init__()
+        self.model, self.loss_fn = model, loss_fn
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.loss_fn(self.model, batch)
+
+
+def loss_on_cpu(model: nn.Module, loss_fn: Any, batch: Any) -> float:
+    """The loss of eager torch as a live model is now: its code and attributes, and its values on the CPU."""
+    loss = _Loss(model, loss_fn)
+    held = {**dict(loss.named_parameters()), **dict(loss.named_buffers())}
+    values = {name: tensor.detach().cpu() for name, tensor in held.items()}
+    return torch.func.functional_call(loss, values, (batch,)).item()
+
+
 def agrees_with_torch(
     model: nn.Module,
     loss_fn: Any,
@@ -129,7 +148,7 @@ def agrees_with_torch(
 ) -> ts.TrainStep:
     """SGD with momentum, several steps: every parameter against eager torch; gives the step."""
     step = step_of(model, loss_fn, optax.sgd(0.1, momentum=0.9), mesh=mesh, **options)
-    state, wanted = step.init(), copy.deepcopy(model)
+    wanted, state = copy.deepcopy(model), step.init()
     sgd = torch.optim.SGD(wanted.parameters(), lr=0.1, momentum=0.9)
     for batch in batches:
         state, metrics = step(state, batch)

@@ -24,6 +24,12 @@ def run_steps(
     return state, losses
 
 
+def anew(step: ts.TrainStep, model: nn.Module) -> ts.TrainStep:
+    """The step with the values of another model, for its next `init`: a run leaves the step's own model trained."""
+    step.model.load_state_dict(model.state_dict())
+    return step
+
+
 def check_same(found: ts.TrainState, wanted: ts.TrainState) -> None:
     """Parameters are equal, but for what another order of sums makes of them in a few steps of Adam."""
     for name in wanted.params:

@@ -75,12 +75,12 @@ def test_shards_and_outputs_are_those_of_parallelize_module(styles, tmp_path):
     plan = ts.plans.from_dtensor(model, mesh, styles)
     ranks = parallelize(styles, tmp_path)
     step = step_of(model, mesh=mesh, plan=plan)
+    expected = model(tokens())
     state = step.init()
     for name, array in state.params.items():
         for shard in array.addressable_shards:
             theirs = ranks[list(mesh.devices.flat).index(shard.device)][name]
             np.testing.assert_array_equal(np.asarray(shard.data), theirs.numpy(), name)
-    expected = model(tokens())
     torch.testing.assert_close(ranks[0]["output"], expected)
     _, metrics = step(state, tokens())
     np.testing.assert_allclose(metrics["loss"], ranks[0]["output"].square().mean(), rtol=1e-6)  # sums in another order
@@ -154,8 +154,8 @@ def test_a_whole_argument_of_another_rank_stays_as_it_is():
     assert ":table" not in plan.activations
     x = torch.randn(4, 6, 8)
     step = step_of(model, lambda m, x: m(x, table).square().mean(), plan=plan)
-    _, metrics = step(step.init(), x)
     wanted = model(x, table).square().mean().item()
+    _, metrics = step(step.init(), x)
     np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-6)  # sums in another order
 
 

@@ -221,11 +221,12 @@ def test_what_layers_keep_serves_later_captures() -> None:
 def test_an_evaluation_has_loops_too() -> None:
     case = Case("dropping", lambda: Stack(Dropping), regression(WIDTH, out=WIDTH), {})
     model, (batch,) = case.model().eval(), case.batches(1)
+    wanted = case.loss_fn(model, batch).item()
     step = sgd_step(model, case.loss_fn, (4, 2), plan=case.plan)
     evaluate = step.evaluation()
     metrics = evaluate(step.init(seed=0), batch)
     assert _loops(evaluate) == ((DEPTH, 1),)
-    np.testing.assert_allclose(metrics["loss"], case.loss_fn(model, batch).item(), rtol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-6)
 
 
 def test_gradients_of_what_comes_after_the_layers_are_made_before_the_loop_back() -> None:

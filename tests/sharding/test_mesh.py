@@ -33,6 +33,16 @@ def test_make_mesh_has_the_sizes_and_all_devices_in_order(sizes):
     assert mesh.devices.tolist() == np.array(jax.devices()).reshape(sizes).tolist()
 
 
+def test_make_mesh_says_which_devices_stay_idle(caplog):
+    make_mesh(batch=3)
+    (said,) = caplog.messages
+    assert said.startswith("make_mesh: (batch=3) takes 3 of the 8 devices, and the others stay idle.")
+    assert "devices=jax.devices()[:3]" in said
+    make_mesh(jax.devices()[:3], batch=3)
+    make_mesh(batch=4, model=-1)
+    assert caplog.messages == [said]
+
+
 def test_make_mesh_keeps_any_names_in_the_order_given_and_has_auto_axes():
     mesh = make_mesh(tensor=2, stage=2, data=2)
     assert mesh.axis_names == ("tensor", "stage", "data")

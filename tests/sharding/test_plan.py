@@ -3,16 +3,20 @@ import dataclasses
 import pickle
 import re
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from torch import nn
 
+import torch_shard as ts
 from torch_shard._sharding.mesh import make_mesh
 from torch_shard._sharding.plan import ShardingPlan
 
@@ -397,3 +401,30 @@ def test_reasons_are_shown_where_a_plan_has_them():
     assert "by hand" in str(resolved)
     assert "by hand" in str(plan)
     assert "by hand" not in str((plan | {"layers.*.weight": P()}).resolve(EDITED, make_mesh(batch=4, model=2)))
+
+
+@pytest.mark.parametrize("sizes", [(8, 1), (2, 4)])
+def test_a_plan_may_be_a_function_of_model_and_mesh(sizes: tuple[int, int], tmp_path: Path) -> None:
+    """One line serves all meshes: the plan is what the function makes for the mesh that is given."""
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    model, mesh = (
+        nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)),
+        ts.make_mesh(batch=sizes[0], model=sizes[1]),
+    )
+    plan = ts.plans.fsdp_tp(model, mesh)
+    options = {"mesh": mesh, "plan": ts.plans.fsdp_tp}
+    specs = {name: sharding.spec for name, sharding in plan.resolve(model, mesh).items()}
+
+    train = ts.make_train_step(model, loss_fn, optax.sgd(0.1), **options)
+    for step in (train, ts.make_eval_step(model, loss_fn, **options), ts.make_apply(model, **options)):
+        assert {name: sharding.spec for name, sharding in step.plan.items()} == specs
+
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    for placed in (
+        ts.load_torch(tmp_path / "weights.pt", copy.deepcopy(model), mesh, ts.plans.fsdp_tp),
+        ts.place(copy.deepcopy(model), mesh, ts.plans.fsdp_tp),
+    ):
+        assert {name: p.jax().sharding.spec for name, p in placed.named_parameters()} == specs

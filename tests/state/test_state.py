@@ -1,10 +1,13 @@
-"""`step.init(donate=True)`: the state takes over the values of the model, and no second copy of them exists."""
+"""`step.init`: the state takes over the values of the model, which are then those of the run, without a second copy."""
 
 import copy
 import gc
+import html
+import re
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 import pytest
 import torch
@@ -12,9 +15,12 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles.eager import assert_close, assert_follows, eager_trajectory
 from tests.oracles.steps import sgd_step, step_of
 from tests.tables.cases import CASE, WHOLE, Case, make_mesh, regression
 from tests.tables.layers import WIDTH, Stack
+from torch_shard._device import JaxTensor
+from torch_shard._sharding import describe_spec
 from torch_shard._state import state as _state
 
 
@@ -31,21 +37,19 @@ def make_step(model: torch.nn.Module, case: Case, **more: Any) -> ts.TrainStep:
 
 
 @pytest.mark.parametrize("born", [True, False], ids=["born sharded", "on the cpu"])
-def test_donating_changes_no_number(born: bool) -> None:
+def test_the_model_has_the_values_of_the_last_state(born: bool) -> None:
     case = CASE["tied" if born else "frozen"]
-    models = [ts.materialize(case.build, make_mesh((4, 2)), case.plan) if born else case.model() for _ in range(2)]
-    steps = [make_step(model, case) for model in models]
-    states = [step.init(seed=0, donate=donate) for step, donate in zip(steps, (True, False), strict=True)]
-    names = [n for n, _ in models[0].named_parameters()]
-    assert all(t.device.type == "meta" for t in (*models[0].parameters(), *models[0].buffers()))
-    assert [(n, p.shape, p.requires_grad) for n, p in models[0].named_parameters()] == [
-        (n, p.shape, p.requires_grad) for n, p in models[1].named_parameters()
+    plain = case.model()
+    model = ts.materialize(case.build, make_mesh((4, 2)), case.plan) if born else case.model()
+    model.load_state_dict(plain.state_dict())
+    trajectory = eager_trajectory(case, 2)
+    assert_follows(case, model, trajectory, (4, 2))
+    assert [(n, p.shape, p.requires_grad) for n, p in model.named_parameters()] == [
+        (n, p.shape, p.requires_grad) for n, p in plain.named_parameters()
     ]
-    for batch in case.batches(2):
-        states = [steps[0](state, batch)[0] for state in states]  # one program for both
-    one, other = (steps[0].export(state) for state in states)
-    assert [n for n, _ in one.named_parameters()] == names
-    assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+    for name, parameter in model.named_parameters():
+        assert (type(parameter), parameter.device.type) == (JaxTensor, "jax")
+        assert_close(parameter.detach().cpu(), trajectory[-1]["held"][name], 10 * case.rtol, 2e-6, name)
 
 
 def test_one_stored_array_more_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +68,7 @@ def test_one_stored_array_more_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(_state, "_placed", placed)
     baseline = num_bytes()
-    state = step.init(seed=0, donate=True)
+    state = step.init(seed=0)
     assert all(total <= held + size for total, size in seen)  # a stack beside the rows that it was made of
     assert max(total for total, _ in seen) <= held * 1.5  # the largest stack is half of it
     assert num_bytes() - baseline == num_bytes(jax.tree.leaves(state)) - held
@@ -75,33 +79,30 @@ def test_what_comes_after() -> None:
     case = CASE["tied"]
     model = ts.materialize(case.build, make_mesh((4, 2)), case.plan)
     step = make_step(model, case)
-    state = step.init(seed=0, donate=True)
+    first, second = case.batches(2)
+    state, _ = step(step.init(seed=0), first)
     assert model.encode.weight is model.again.weight is model.extra
-    with pytest.raises(
-        ValueError, match=r"went into an earlier state \(donate=True\)\. Go on with that state, or make a"
-    ):
-        step.init(seed=0)
-    with pytest.raises(ValueError, match=r"init: extra, .* on the meta device.*materialize\(model, mesh, plan, init="):
-        make_step(model, case).init(seed=0)
-    again = make_step(step.export(state), case)
-    _, metrics = again(again.init(seed=0), case.batches(1)[0])
-    state, wanted = step(state, case.batches(1)[0])
-    assert float(metrics["loss"]) == float(wanted["loss"])
+    exported = step.export(state)
+    wanted = case.loss_fn(exported, second).item()
+    for again in (make_step(model, case), step):  # each goes on from the present values
+        state, metrics = again(again.init(seed=0), second)
+        assert int(state.step) == 1
+        np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+        model.load_state_dict(exported.state_dict())
     model.encode.weight.requires_grad_(False)
     with pytest.raises(ValueError, match=r"requires_grad of extra has changed"):
-        step(state, case.batches(1)[0])
+        step(state, first)
 
 
-@pytest.mark.parametrize("donate", [True, False])
-def test_entries_that_lie_in_one_place_get_one_each(donate: bool) -> None:
+def test_entries_that_lie_in_one_place_get_one_each() -> None:
     """On the jax device `load_state_dict` shares arrays, which XLA must not be given twice."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     ts.place(model, make_mesh((4, 2)), WHOLE)[1].load_state_dict(model[0].state_dict())
-    model.register_buffer("before", model[0].weight.detach())
+    model.register_buffer("before", model[0].weight.detach().clone())
     plain = ts.gather(copy.deepcopy(model))
     loss_fn = lambda model, x: model(x).square().mean()  # noqa: E731
     step = sgd_step(model, loss_fn, (4, 2))
-    state, batch = step.init(seed=0, donate=donate), torch.randn(8, 8)
+    state, batch = step.init(seed=0), torch.randn(8, 8)
     for _ in range(2):
         state, _ = step(state, batch)
         plain.zero_grad()
@@ -119,3 +120,25 @@ def test_a_buffer_that_cannot_be_an_array_is_named() -> None:
     model.register_buffer("adjacency", torch.eye(4).to_sparse())
     with pytest.raises(TypeError, match=r"adjacency: A torch.sparse_coo tensor cannot move to the jax device"):
         step_of(model, lambda model, x: model(model.adjacency @ x).mean()).init()
+
+
+def test_notebooks_show_a_step_and_what_its_state_stores() -> None:
+    step = make_step((case := CASE["mlp"]).model(), case)
+    state = step.init(seed=0)
+    shown = html.unescape(re.sub("<[^>]*>", "", step._repr_html_()))
+    assert [line.rstrip() for line in shown.splitlines()] == [repr(step), "Nothing was compiled yet."]
+    state, _ = step(state, case.batches(1)[0])
+    shown = html.unescape(re.sub("<[^>]*>", "", step._repr_html_()))
+    assert step.report() in re.sub(r" +\n", "\n", shown)
+    lines = html.unescape(re.sub("<[^>]*>", "", state._repr_html_())).splitlines()
+    assert lines[0].rstrip() == repr(state)
+    found = {line.split()[0]: line for line in lines[1:] if line.strip()}
+    for name, array in state.params.items():
+        assert all(part in found[name] for part in (str(array.shape), "float32", describe_spec(array.sharding.spec)))
+    donated = state
+    step(state, case.batches(1)[0])
+    assert "donated" in donated._repr_html_()
+    many = step_of(nn.Sequential(*map(nn.Linear, range(1, 15), range(2, 16)))).init()
+    assert "and 12 more" in many._repr_html_()
+    layers = step_of(Stack()).init()
+    assert "blocks.*." in layers._repr_html_()

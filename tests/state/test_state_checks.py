@@ -15,6 +15,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.errors import refuses
+from tests.oracles.steps import anew
 from tests.tables.cases import BATCH, WHOLE, make_mesh
 
 X = torch.linspace(-1, 1, BATCH * 8).view(BATCH, 8)
@@ -43,12 +44,15 @@ def make(model: nn.Module, loss_fn: Any, optimizer: optax.GradientTransformation
 
 
 def test_states_that_share_arrays_are_refused_by_name_and_copies_are_as_in_torch() -> None:
-    steps = make(Pair("d"), loss_of_g), make(Pair("g"), loss_of_d)
+    def steps_of_pairs() -> Any:
+        return make(Pair("d"), loss_of_g), make(Pair("g"), loss_of_d)
+
     said = (
         r"make_train_step: arrays of this state are gone, as another state that shares them was donated to a step: par"
         r"ams\['g.weight'\], params\['g.bias'\]. A .*jax.tree.map\(jnp.copy, other.params\)"
     )
     for shared in (lambda params: params, dict):
+        steps = steps_of_pairs()
         g, d = (step.init() for step in steps)
         steps[1](dataclasses.replace(d, frozen=shared(g.params)), X)
         with refuses(said, ValueError):
@@ -56,6 +60,7 @@ def test_states_that_share_arrays_are_refused_by_name_and_copies_are_as_in_torch
     with refuses("make_eval_step: arrays of this state are gone", ValueError):
         steps[0].evaluation()(g, X)
 
+    steps = steps_of_pairs()
     g, d = (step.init() for step in steps)
     models = Pair("d"), Pair("g")
     for _ in range(2):
@@ -107,7 +112,7 @@ def test_a_rate_that_was_set_is_that_of_the_next_step(tmp_path: Path) -> None:
     wanted, metrics = other(other.init(), X)
     evaluate = step.evaluation()
     for number, rate in enumerate(NUMBERS):
-        state = step.init()
+        state = anew(step, two()).init()
         state.opt_state.hyperparams["learning_rate"] = rate
         with ts.Checkpointer(tmp_path / str(number)) as checkpointer:
             checkpointer.save(state)

@@ -19,7 +19,7 @@ import typer
 import yaml
 
 import torch_shard
-from torch_shard import cli, collectives, optim, plans
+from torch_shard import cli, collectives, hf, lightning, optim, plans
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -32,7 +32,7 @@ EIGHT_DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
 
 NAMES = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (torch_shard, collectives, optim, plans)
+    for module in (torch_shard, collectives, hf, lightning, optim, plans)
     for name in module.__all__
     if name not in ("collectives", "optim", "plans")
 }
@@ -153,7 +153,7 @@ def test_commands_and_their_options_exist():
         assert {word for word in words if word.startswith("--")} <= options, line
 
 
-OLD_SIDES = {"accelerate", "ddp_fsdp2", "lightning", "torch_xla", "torchax"}
+OLD_SIDES = {"accelerate", "ddp_fsdp2", "jax", "lightning", "torch_xla", "torchax"}
 COMING_FROM = sorted((DOCS / "coming_from").glob("*.md"))
 
 
@@ -172,6 +172,7 @@ def test_a_page_of_coming_from_is_short_and_has_a_whole_script(page):
 HERE = {  # what a machine with one process and without a GPU needs
     "accelerate": ("bf16=True", "use_cpu=True, report_to=[]"),
     "ddp_fsdp2": ("batch_size=4", "batch_size=32"),
+    "jax": ("", ""),
     "torchax": ("import jax\n", "import jax\n" + EIGHT_DEVICES + "\n"),
 }
 
@@ -192,6 +193,21 @@ def test_the_script_that_a_page_comes_from_runs_today(name, tmp_path, monkeypatc
         monkeypatch.chdir(tmp_path)
         exec(side_of(diff, "+").replace(EIGHT_DEVICES, ""), {})
         torch.testing.assert_close(torch.load("model.pt"), theirs, rtol=1e-4, atol=1e-5)  # float32, four steps of Adam
+
+
+@pytest.mark.slow
+def test_the_script_of_several_hosts_is_previewed_and_trains(tmp_path):
+    """It is one file, in a process of its own, which a preview leaves untrained."""
+    (script,) = [code for code in code_of(DOCS / "guides/hosts.md") if code.startswith("# train.py\n")]
+    (tmp_path / "train.py").write_text(script.replace("steps=300", "steps=3"))
+    alone = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
+    for command, words in ((["-m", "torch_shard", "preview", "train.py"], "all-reduce"), (["train.py"], "fit: 3 of 3")):
+        assert not (tmp_path / "run").exists()
+        run = [sys.executable, *command]
+        done = subprocess.run(run, cwd=tmp_path, env=alone, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert words in done.stdout
+    assert (tmp_path / "run/step_00000003").is_dir()
 
 
 METHODS = {
@@ -285,7 +301,7 @@ def test_the_figures_of_the_readme_are_those_of_the_table():
 
 
 def test_links_and_paths_lead_somewhere():
-    """Those of README and its neighbours, which mkdocs does not see."""
+    """Those of README and its neighbours, which mkdocs does not see, and of pages as they lie in the repository."""
     found = {
         (page, target)
         for page in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
@@ -295,3 +311,10 @@ def test_links_and_paths_lead_somewhere():
     found |= {("ARCHITECTURE.md", path) for path in code}
     places = ROOT, ROOT / "torch_shard"
     assert [each for each in found if not any((place / each[1]).exists() for place in places)] == []
+    # On GitHub pages are read where they lie; what the site has elsewhere is put right by generate.py.
+    links = {
+        (page, target)
+        for page in DOCS.rglob("*.md")
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", re.sub(r"`[^`]*`", "", FENCE.sub("", page.read_text())))
+    }
+    assert [(page.name, target) for page, target in links if not (page.parent / target).exists()] == []

@@ -83,7 +83,7 @@ def test_logits_of_an_evaluation() -> None:
     state = ts.make_train_step(model, case.loss_fn, optimizer(), **on_mesh).init()
     metrics = ts.make_eval_step(model, with_logits, **on_mesh)(state, batch)
     with torch.no_grad():
-        loss, wanted = with_logits(model.eval(), batch)
+        loss, wanted = with_logits(case.model().eval(), batch)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
     assert_close(metrics["logits"], wanted["logits"].numpy(), 1e-4, 1e-6, "logits")
 
@@ -100,11 +100,12 @@ def test_hidden_states_are_collected_as_in_torch() -> None:
     hooks = [len(module._forward_hooks) for module in model.modules()]
     on_mesh: dict[str, Any] = {"mesh": make_mesh((4, 2)), "plan": case.plan}
     step = ts.make_train_step(model, with_hidden_states, optimizer(), **on_mesh)
-    _, metrics = step(step.init(), batch)
+    state = step.init()
+    evaluated = ts.make_eval_step(model, with_hidden_states, **on_mesh)(state, batch)
+    _, metrics = step(state, batch)
     assert metrics["num"] == 2
-    evaluated = ts.make_eval_step(model, with_hidden_states, **on_mesh)(step.init(), batch)
     np.testing.assert_allclose(evaluated["loss"], metrics["loss"], rtol=1e-5)
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
-    loss, eager = with_hidden_states(model, batch)
+    loss, eager = with_hidden_states(case.model(), batch)
     np.testing.assert_allclose(metrics["loss"], loss.item(), rtol=1e-5)
     assert eager["num"] == 2

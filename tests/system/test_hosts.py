@@ -241,6 +241,32 @@ for number in range(9):
 
 
 @pytest.mark.slow
+def test_a_call_of_one_process_alone_leaves_later_calls_of_all_as_they_are(tmp_path):
+    """It is told that the other has gone on, catches that, and goes on too."""
+    ends = run_job(
+        MISTAKES
+        + f"""
+saver = ts.Checkpointer({str(tmp_path / "run")!r})
+for number in range(4):
+    state, metrics = step(state, ONES)
+    float(metrics["loss"])
+    if number == 3 or (rank == 1 and number == 1):
+        try:
+            saver.save(state)
+        except RuntimeError as error:
+            print("caught in step", number, error)
+saver.wait()
+""",
+        2,
+        **TIMES,
+    )
+    assert [end.status for end in ends] == [0, 0], [end.output for end in ends]
+    assert "caught" not in ends[0].output
+    assert re.findall(r"caught in step (\d) .*process 0 has gone on without it", ends[1].output) == ["1"]
+    assert [path.name for path in (tmp_path / "run").glob("step_*")] == ["step_00000005"]
+
+
+@pytest.mark.slow
 def test_a_process_that_ends_early_ends_the_others():
     other, early = failing("sys.exit(0)")
     assert other.status == 75

@@ -85,3 +85,36 @@ def test_neither_the_import_nor_a_step_changes_ordinary_torch(tmp_path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", source]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+ACCELERATOR = """
+    import torch
+    from torch import distributed, nn
+    from torch.distributed.fsdp import fully_shard
+
+    def ordinary():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        fully_shard(model)
+        model(torch.ones(3, 4)).square().sum().backward()
+        accelerator = torch.accelerator.current_accelerator()
+        return [p.grad.full_tensor() for p in model.parameters()], accelerator, torch.get_device_module()
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    gradients, *before = ordinary()
+    import torch_shard as ts
+    again, *after = ordinary()
+    assert all(map(torch.equal, gradients, again))
+    assert before == after, (before, after)
+    assert nn.Linear(4, 2).to("jax").weight.device.type == "jax"
+    ts.register()  # a second time
+    assert torch.accelerator.current_accelerator() == before[0]
+    distributed.destroy_process_group()
+"""
+
+
+def test_the_accelerator_of_torch_is_what_it_was(tmp_path) -> None:
+    """`fully_shard` asks for it, and shards on the CPU where there is none."""
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(ACCELERATOR)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from torch import nn
 
@@ -91,6 +91,10 @@ def explicit():
     return jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
 
 
+def on_explicit():
+    return NamedSharding(explicit(), P("batch"))
+
+
 def make(model=None, loss_fn=mse, optimizer=None, **options):
     options = {"mesh": mesh(), "plan": PLAN, **options}
     optimizer = optax.sgd(0.1) if optimizer is None else optimizer
@@ -123,6 +127,11 @@ def evaluate():
 @functools.cache
 def apply():
     return ts.make_apply(Net(), mesh=mesh(), plan=PLAN)
+
+
+def weights_of(model):
+    """As a user of JAX has them: a dict of arrays, by name."""
+    return ts.jax_view(dict(model.named_parameters()))
 
 
 def donated():
@@ -201,7 +210,7 @@ NAMES: dict[str, Any] = {
     },
     **{fn.__name__: fn for fn in (Net, Plain, mse, make, make_eval, run, run_twice, restore, fit, compare, prove)},
     **{fn.__name__: fn for fn in (adds_parameter, adds_module, reads_clock, reads_perf, draws)},
-    **{fn.__name__: fn for fn in (in_inference, in_explicit)},
+    **{fn.__name__: fn for fn in (in_inference, in_explicit, on_explicit, weights_of)},
 }
 
 
@@ -359,6 +368,10 @@ REFUSED: dict[str, dict[str, str]] = {
         "make(optimizer=torch.optim.LBFGS(model.parameters()))": "TypeError: make_train_step: the optimizer is a torch.optim.lbfgs.LBFGS, and what its step() does cannot be known",
         'make(clip_grad_norm="1")': "TypeError: make_train_step: clip_grad_norm must be a positive number or None",
         "make(clip_grad_norm=0)": "ValueError: make_train_step: clip_grad_norm must be a positive number or None",
+        'make(plan="fsdp")': "TypeError: make_train_step: plan must be a ShardingPlan, got str. Write plan=ts.plans.fsdp(model, mesh), or another recipe of ts.plans.",
+        'make(plan="DDP")': "TypeError: make_train_step: plan must be a ShardingPlan, got str. Write plan=ts.plans.replicated(), or",
+        "make(optimizer=optax.lbfgs())": "NotImplementedError: make_train_step: the optimizer has a line search, which asks for the loss at several parameters in one update (value_fn), and a step computes it once. Give a learning rate instead: optax.lbfgs(0.1, linesearch=None).",
+        "make(optimizer=optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=9)))": "NotImplementedError: make_train_step: the optimizer has a line search,",
         'run(optimizer=optax.sgd("0.1"))': "TypeError: make_train_step: optimizer.update fails for the parameters of the model, a dict by",
         'run(optimizer=optax.sgd(lambda step: "x"))': "ValueError: make_train_step: optimizer.update fails for the parameters of the model, a dict by",
         'run(optimizer=optax.adamw(1e-3, mask={"layer.wrong": True}))': "ValueError: make_train_step: optimizer.init fails for the parameters of the model, a dict by",
@@ -367,6 +380,9 @@ REFUSED: dict[str, dict[str, str]] = {
         "make(mesh=explicit)": "ValueError: make_train_step: every mesh axis must be Auto, so that XLA may choose the",
         "make(plan=None)": "TypeError: make_train_step: plan must be a ShardingPlan, got NoneType.",
         "make(plan={})": "TypeError: make_train_step: plan must be a ShardingPlan, got dict. Make one of rules, as in ts.ShardingPlan({...}, default=P()).",
+        "make(plan=lambda model: PLAN)": "TypeError: make_train_step: plan is called with (model, mesh), but <lambda>(model) cannot be: too many positional arguments. Recipes such as ts.plans.fsdp can, and their results are plans too.",
+        "make(plan=lambda model, mesh: {})": "TypeError: make_train_step: what plan(model, mesh) returns must be a ShardingPlan, got dict.",
+        "make(plan=ts.plans.fsdp, mesh=explicit)": "ValueError: make_train_step: every mesh axis must be Auto,",
         "make(optimizer_plan={})": "TypeError: make_train_step: optimizer_plan must be a ShardingPlan or None, got dict.",
         'make(batch_spec="batch")': "TypeError: make_train_step: batch_spec must be a P or a Mapping or None, got str.",
         'make(batch_spec=P("bach"))': "ValueError: make_train_step: batch_spec on mesh (batch=2): P('bach') names an axis that the",
@@ -402,8 +418,9 @@ REFUSED: dict[str, dict[str, str]] = {
     "init": {
         "step.init(seed=1.5)": "ValueError: init: seed must be an int of 32 bits, from 0 to 4294967295, got 1.5.",
         'step.init(seed="a")': "ValueError: init: seed must be an int of 32 bits, from 0 to 4294967295, got 'a'.",
+        "step.init(seed=jax.random.key(0))": "TypeError: init: seed must be an int of 32 bits, got a random key of JAX. Give the number that the key was made of: seed=0, not seed=jax.random.key(0).",
+        "step.init(seed=jax.random.PRNGKey(0))": "TypeError: init: seed must be an int of 32 bits, got a random key of JAX.",
         "step.init(0)": "TypeError: init: takes 1 positional argument but 2 were given. Call it as init(seed=...).",
-        'make().init(donate="yes")': "TypeError: init: donate must be a bool, got str.",
     },
     "step": {
         "step(x)": "TypeError: make_train_step: missing 1 required positional argument: 'batch'. Call it as step(state, batch).",
@@ -519,9 +536,20 @@ REFUSED: dict[str, dict[str, str]] = {
         'Checkpointer(folder).save(state, metrics={"a": "x"})': "TypeError: Checkpointer.save: metrics must be numbers by name, got 'a': 'x'.",
     },
     "names of other libraries": {
+        "ts.DDP(model)": "AttributeError: module 'torch_shard' has no attribute 'DDP'. Nothing wraps the model: a plan says what lies where, plan=ts.plans.replicated() of",
+        "ts.fully_shard(model)": "AttributeError: module 'torch_shard' has no attribute 'fully_shard'. Nothing wraps the model: a plan says what lies where, plan=ts.plans.fsdp(model, mesh) of",
+        "ts.Accelerator()": "AttributeError: module 'torch_shard' has no attribute 'Accelerator'. ts.make_train_step(model, loss_fn, optimizer, mesh=mesh, plan=plan) makes a step",
+        "ts.Trainer(model)": "AttributeError: module 'torch_shard' has no attribute 'Trainer'. The loop is ts.fit(step, None, loader, steps=1000), or transformers' own: ts.hf.Trainer.",
+        'ts.save(state, "a.pt")': "AttributeError: module 'torch_shard' has no attribute 'save'. torch.save(model.state_dict(), \"model.pt\") has the values of the last step. A run is saved",
+        'ts.load("a.pt")': "AttributeError: module 'torch_shard' has no attribute 'load'. model.load_state_dict(...) reaches the next step.",
+        "ts.init_process_group()": "AttributeError: module 'torch_shard' has no attribute 'init_process_group'. Processes are joined by ts.initialize()",
+        "ts.init_device_mesh('cpu', (8,))": "AttributeError: module 'torch_shard' has no attribute 'init_device_mesh'. Devices with names for their axes are ts.make_mesh(batch=4, model=2).",
+        "ts.vmap(mse)": "AttributeError: module 'torch_shard' has no attribute 'vmap'. It is called ts.jax_vmap.",
+        "ts.anything": "AttributeError: module 'torch_shard' has no attribute 'anything'",
         "ts.fit(step, [x], steps=1)": "TypeError: fit: missing 1 required positional argument: 'loader'. Call it as fit(step, state, loader, steps=).",
         "ts.fit(step, None, [x], epochs=1)": "TypeError: fit: epochs= is called steps=, the number of batches of the whole run (epochs * len(loader)) here.",
         "ts.fit(step, None, [x], steps=1, max_norm=1.0)": "TypeError: fit: max_norm= is no argument of fit: it is clip_grad_norm= of make_train_step.",
+        "ts.fit(step, None, [x], steps=1, collate_fn=torch.stack)": "TypeError: fit: collate_fn= is no argument of fit. Give ts.Rows(dataset, batch_size=32, collate_fn=...,",
         "ts.fit(step, None, [x], steps=1, prefecth=1)": "TypeError: fit: there is no argument prefecth=. Did you mean prefetch=?",
         "ts.make_train_step(model, mse, optax.sgd(0.1), mesh=mesh, plan=plan, gradient_accumulation_steps=2)": "TypeError: make_train_step: gradient_accumulation_steps= is called accumulate_steps= here.",
         "ts.make_train_step(model, mse, optax.sgd(0.1), mesh=mesh, plan=plan, bf16=True, lr=0.1)": "TypeError: make_train_step: bf16= is called compute_dtype=torch.bfloat16 here. lr= is no argument of make_train_step. The optimizer has the learning rate.",
@@ -533,6 +561,8 @@ REFUSED: dict[str, dict[str, str]] = {
         "fit(state=(state, {}))": "TypeError: fit: state must be a TrainState or None, got tuple. step.init(seed=0) gives one.",
         "fit(state=donated)": "ValueError: fit: this state was donated to an earlier step or fit. Go on with the state that",
         "fit(state=other_state)": "ValueError: make_train_step: params of the state do not fit. layer.weight: missing layer.bias:",
+        'fit(loader=[{"ids": [1, 2], "labels": 0}] * 8, batch_size=8)': "TypeError: fit: 'ids' of a row is a list of numbers, as tokenizers give it, of which a DataLoader makes no tensor (rows, length) but",
+        "fit(loader=[([[1.0, 2.0]], 3)] * 8, batch_size=8)": "TypeError: fit: 0 of a row is a list of numbers",
         "fit(loader=5)": "TypeError: fit: a loader is an iterable of batches, or a function from a position to one, got",
         "fit(loader=[])": "ValueError: fit: the loader has no batches (drop_last=True, and too few rows?).",
         "fit(loader=lambda: [x])": "TypeError: fit: the loader, a function, is called with (position), but <lambda>() cannot be:",
@@ -580,6 +610,7 @@ REFUSED: dict[str, dict[str, str]] = {
         'fit(skip_grad_norm="1")': "ValueError: fit: skip_grad_norm must be a positive number, math.inf to skip only what is not",
         "fit(skip_grad_norm=0)": "ValueError: fit: skip_grad_norm must be a positive number, math.inf to skip only what is not",
         "fit(seed=-1)": "ValueError: fit: seed must be an int of 32 bits, from 0 to 4294967295, got -1.",
+        "fit(seed=jax.random.key(0))": "TypeError: fit: seed must be an int of 32 bits, got a random key of JAX. Give the number",
         "fit(seed=1.5)": "ValueError: fit: seed must be an int of 32 bits, from 0 to 4294967295, got 1.5.",
         "fit(prefetch=0)": "ValueError: fit: prefetch must be a positive integer, got 0.",
         "fit(prefetch=-1)": "ValueError: fit: prefetch must be a positive integer, got -1.",
@@ -592,7 +623,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "compare(batch=torch.ones(7, 4))": "ValueError: make_train_step: the batch cannot be split on mesh (batch=2). batch (7, 4): dim 0",
         "compare(mesh=None)": "TypeError: compare_with_torch: mesh must be a jax.sharding.Mesh, got NoneType. Build one with",
         "compare(mesh=explicit)": "ValueError: compare_with_torch: every mesh axis must be Auto, so that XLA may choose the",
-        "compare(plan=None)": "TypeError: make_train_step: plan must be a ShardingPlan, got NoneType.",
+        "compare(plan=None)": "TypeError: compare_with_torch: plan must be a ShardingPlan, got NoneType.",
         "compare(steps=0)": "ValueError: compare_with_torch: steps must be a positive integer, got 0.",
         "compare(steps=1.5)": "ValueError: compare_with_torch: steps must be a positive integer, got 1.5.",
         "compare(optimizer=sgd)": "ValueError: compare_with_torch: give optimizer and torch_optimizer both, for the same rule, or",
@@ -649,6 +680,12 @@ REFUSED: dict[str, dict[str, str]] = {
     "interop": {
         'ts.call_jax(jnp.sin, {1: x, "a": x})': "TypeError: call_jax: a dict has the keys 1, 'a', which cannot be put in order, as JAX does.",
         "ts.call_torch(nn.BatchNorm1d(4), jnp.ones((8, 4)))": "NotImplementedError: The captured function writes in place to tensors that it closes over, of shapes (), (4,), (4,), and the compiled program could not keep that.",
+        "ts.jax_view(model)(weights_of(model), jnp.ones((8, 4)))": "TypeError: jax_view: the first argument is a dict of parameters of Net, and Net is called as in torch, with the parameters that it has. For a function of them write lambda params, *args: torch.func.functional_call(net, params, args) in place of net.",
+        "ts.jax_view(model)({'layer.weight': jnp.ones((2, 4))}, jnp.ones((8, 4)))": "TypeError: jax_view: the first argument is a dict of parameters of Net,",
+        "ts.call_torch(model, weights_of(model), jnp.ones((8, 4)))": "TypeError: call_torch: the first argument is a dict of parameters of Net,",
+        "ts.jax_jit(model)(weights_of(model), x)": "TypeError: jax_jit: the first argument is a dict of parameters of Net,",
+        "ts.jax_view(torch.nn.functional.relu)(jax.device_put(jnp.ones(8), on_explicit()))": "ValueError: jax_view: every mesh axis must be Auto, so that XLA may choose the shardings inside relu(), but 'batch' is Explicit. jax.make_mesh gives Explicit axes by default: build the mesh with torch_shard.make_mesh(batch=2) or pass axis_types=(AxisType.Auto,) * 1. Or let XLA choose there alone, and say how the results lie: jax.sharding.auto_axes(ts.jax_view(fn), out_sharding=P()).",
+        "ts.jax_jit(torch.nn.functional.relu)(ts.torch_view(jax.device_put(jnp.ones(8), on_explicit())))": "ValueError: jax_jit: every mesh axis must be Auto, so that XLA may choose the shardings inside relu(), but 'batch' is Explicit.",
         "ts.call_torch(torch.nn.functional.dropout, jnp.ones(2))": "NeedsKey: dropout() draws random numbers: pass it a key (key=jax.random.key(seed)).",
         "ts.call_torch(torch.nn.functional.dropout, jnp.ones(2), key=5)": "TypeError: call_torch: key must be a random key of JAX, jax.random.key(seed), got 5.",
         'ts.call_torch(lambda x: x, {1: jnp.ones(2), "a": jnp.ones(2)})': "TypeError: call_torch: a dict has the keys 1, 'a', which cannot be put in order, as JAX does.",
@@ -748,6 +785,7 @@ REFUSED: dict[str, dict[str, str]] = {
         'ts.place({"a": "text"}, mesh, plan)': "TypeError: ShardingPlan: 1 value cannot be read. a: str has no shape. Give a tensor, an array",
         'ts.place({"a": (2, 2)}, mesh, plan)': "TypeError: place: a must be a Tensor or a jaxlib._jax.Array or a ndarray, got tuple.",
         "ts.place(model, plan, mesh)": "TypeError: place: mesh must be a jax.sharding.Mesh, got ShardingPlan. Build one with",
+        "ts.place(dict(model.named_parameters()), mesh, ts.plans.fsdp)": "TypeError: plans.fsdp: model must be a Module, got dict.",
         "ts.place(model, mesh, None)": "TypeError: place: plan must be a ShardingPlan, got NoneType.",
         "ts.place(model, explicit, plan)": "ValueError: place: every mesh axis must be Auto, so that XLA may choose the shardings inside a",
         'ts.place({"a": torch.ones(2, dtype=torch.float64)}, mesh, plan)': "TypeError: place: a are float64 or complex128 and need 64 bits, which JAX has switched off.",
@@ -763,6 +801,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "ts.materialize(model, mesh, None)": "TypeError: materialize: plan must be a ShardingPlan, got NoneType.",
         "ts.materialize(Net, mesh, plan, seed=1.5)": "ValueError: materialize: seed must be an int of 32 bits, from 0 to 4294967295, got 1.5.",
         "ts.materialize(Net, mesh, plan, seed=2**32)": "ValueError: materialize: seed must be an int of 32 bits, from 0 to 4294967295, got 4294967296.",
+        "ts.materialize(Net, mesh, plan, seed=jax.random.key(0))": "TypeError: materialize: seed must be an int of 32 bits, got a random key of JAX. Give the number",
         'ts.materialize(Net, mesh, plan, seed="a")': "ValueError: materialize: seed must be an int of 32 bits, from 0 to 4294967295, got 'a'.",
         'ts.materialize(Net, mesh, plan, init="reset_parameters")': "TypeError: materialize: init= is for modules on the meta device; a constructor initialises by",
         'ts.materialize(nn.Linear(2, 2, device="meta"), mesh, plan)': "ValueError: materialize: a module on the meta device does not say how its values come about.",
@@ -846,12 +885,12 @@ REFUSED: dict[str, dict[str, str]] = {
         'cli("demo", "--out", file)': "BadParameter: cannot write to",
         'cli("demo", "--out", f"{file}/below")': "BadParameter: cannot write to",
         'cli("inspect")': "MissingParameter: Missing parameter: checkpoint",
-        'cli("inspect", "nowhere")': "BadParameter: nowhere is not a checkpoint and holds none (directories such as step_00000100).",
+        'cli("inspect", "nowhere")': "BadParameter: there is no file nowhere.",
         'cli("inspect", "")': "BadParameter: . is not a checkpoint and holds none (directories such as step_00000100).",
         'cli("inspect", file)': "BadParameter:",
         'cli("inspect", folder)': "BadParameter:",
         'cli("inspect", "a\\0b")': "BadParameter: Value error, embedded null byte",
-        'cli("convert", "nowhere", folder)': "BadParameter: convert: nowhere does not exist.",
+        'cli("convert", "nowhere", folder)': "BadParameter: there is no file nowhere.",
         'cli("convert", file, folder)': "BadParameter: convert:",
         'cli("convert", folder, folder)': "BadParameter: convert:",
         'cli("convert", weights, f"{file}/below")': "BadParameter: convert: DST is",

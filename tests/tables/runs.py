@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import torch_shard as ts
+from tests.oracles.steps import anew
 
 ROWS, FEATURES, STEPS = 44, 6, 12  # five batches of 8 rows per epoch, the rest is dropped
 
@@ -22,12 +23,16 @@ def squares(model, batch):
     return model(batch).square().mean(), {"largest": batch.abs().max()}
 
 
+def make_model():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+
 def make_step(*sizes):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 2))
     mesh = ts.make_mesh(batch=sizes[0], model=sizes[1])
     plan = ts.ShardingPlan({"0.weight": P("model")}, default=P())
-    return ts.make_train_step(model, squares, optax.adam(1e-2), mesh=mesh, plan=plan, look_again=False)
+    return ts.make_train_step(make_model(), squares, optax.adam(1e-2), mesh=mesh, plan=plan, look_again=False)
 
 
 class Noisy(Dataset):
@@ -67,10 +72,10 @@ def losses(log):
 
 
 def run(step, batches, directory, steps=STEPS, **options):
-    """One process's part of a run that logs and saves."""
+    """One process's part of a run that logs and saves; it begins with the first values, or from a checkpoint."""
     with ts.Checkpointer(directory / "checkpoints", every=3) as checkpointer:
         return ts.fit(
-            step,
+            anew(step, make_model()),
             None,
             batches,
             steps=steps,

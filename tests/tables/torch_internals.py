@@ -65,7 +65,9 @@ INTERNALS = (
         _AS_IT_IS,
     ),
     Internals("torch._ops", "OpOverload OpOverloadPacket OperatorBase", _OPERATORS),
-    Internals("torch.ops.aten.add.Tensor", "_can_decompose _opname _overloadname _schema", _OPERATORS),
+    Internals("torch.ops.aten.add.Tensor", "_can_decompose _op_dk _opname _overloadname _schema", _OPERATORS),
+    Internals("torch._C", "DispatchKey", _OPERATORS),
+    Internals("torch._C.DispatchKey", "CompositeExplicitAutograd", _OPERATORS),
     Internals("torch.ops.aten.add", "_qualified_op_name", _OPERATORS),
     Internals("torch.ops.aten", "cholesky", "torch.cholesky, which was deprecated", until="2.14"),
     Internals("torch._library.custom_ops", "OPDEFS", _OPERATORS),
@@ -94,9 +96,17 @@ INTERNALS = (
     Internals(
         "torch._C._acc", "register_python_privateuseone_device_guard register_python_privateuseone_hook", _DEVICE
     ),
+    Internals(
+        "torch._C",
+        "_accelerator_getAccelerator _get_accelerator _get_privateuse1_backend_name",
+        "name the jax device, and keep the accelerator",
+    ),
     Internals("torch.utils.backend_registration", "_DummyDeviceGuard _DummyPrivateUse1Hook", _DEVICE),
     Internals("torch", "_has_compatible_shallow_copy_type _register_device_module", _DEVICE),
     Internals("torch.Tensor", "_make_wrapper_subclass _use_count", _DEVICE),
+    Internals("torch._C", "_swap_tensor_impl", "what torch.utils.swap_tensors does, for weights of nn.LSTM too"),
+    Internals("torch.UntypedStorage", "_new_with_weak_ptr", _MEMORY),
+    Internals("torch.multiprocessing.reductions", "StorageWeakRef", _MEMORY),
     Internals("torch.Tensor", "_backward_hooks _post_accumulate_grad_hooks", _HOOKS),
     Internals("torch.optim.optimizer", "_global_optimizer_post_hooks _global_optimizer_pre_hooks", _HOOKS),
     Internals(
@@ -123,7 +133,7 @@ INTERNALS = (
     Internals("torch.nn.modules.conv", "_ConvNd", _CLASSES),
     Internals(
         "torch.utils._pytree",
-        "NodeDef SUPPORTED_NODES TreeSpec tree_flatten tree_is_leaf tree_leaves tree_map tree_map_only tree_unflatten",
+        "NodeDef SUPPORTED_NODES tree_flatten tree_is_leaf tree_leaves tree_map tree_map_only tree_unflatten",
         _TREES,
     ),
     Internals("torch.Tensor", "_base _version", _MEMORY),

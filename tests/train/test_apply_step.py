@@ -41,7 +41,7 @@ def test_outputs_are_those_of_eager_torch_in_eval_mode_and_stay_split():
 
 def test_own_values_are_read_at_each_call_and_a_state_is_of_a_step():
     model, mesh = net(), make_mesh((4, 2))
-    step = step_of(model, plan=PLAN)
+    step = step_of(copy.deepcopy(model), plan=PLAN)
     apply, batch = ts.make_apply(model, mesh=mesh, plan=PLAN), torch.randn(8, 8)
     state, _ = step(step.init(), batch)
     expected = step.export(state).eval()(batch).detach()

@@ -22,6 +22,7 @@ OPTIMIZERS: dict[str, Any] = {
     "multi_transform": optax.multi_transform({True: optax.adamw(1e-2), False: optax.sgd(1e-2, momentum=0.9)}, decays),
     "multi_steps": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
     "multi_steps of the loss": optax.MultiSteps(optax.polyak_sgd(), 2),
+    "lbfgs": optax.lbfgs(1e-2, linesearch=None),
     "plateau": optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau()),
 }
 
@@ -29,10 +30,9 @@ OPTIMIZERS: dict[str, Any] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_of_optax_do_what_they_do_unsharded(name: str) -> None:
     case = CASE["mlp"]
-    model, batches = case.model(), case.batches(3)
-    found = []
+    batches, found = case.batches(3), []
     for sizes in [(1, 1), (4, 2)]:
-        step = make_step(case, sizes, OPTIMIZERS[name], model)
+        step = make_step(case, sizes, OPTIMIZERS[name])
         state = step.init()
         for batch in batches:
             state, _ = step(state, batch)

@@ -1,5 +1,6 @@
 """The repeated layers of a model over the stages of a mesh, against the same step without them and eager torch."""
 
+import copy
 import dataclasses
 import re
 from collections.abc import Callable
@@ -98,7 +99,8 @@ def test_every_schedule_gives_the_numbers_of_eager_torch(name: str) -> None:
 
 def test_a_run_is_that_of_the_same_step_without_stages_and_goes_on_there() -> None:
     model, mesh = Tower(dropout=0.2).double(), ts.make_mesh(jax.devices()[:2], batch=2)
-    steps = step_of(model, staged(repeats=2), 8), step_of(model, ts.plans.replicated(), 8, mesh=mesh)
+    alone = copy.deepcopy(model)
+    steps = step_of(model, staged(repeats=2), 8), step_of(alone, ts.plans.replicated(), 8, mesh=mesh)
     runs = []
     for step in steps:
         state, metrics = step.init(seed=0), dict[str, Any]()

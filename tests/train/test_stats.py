@@ -1,5 +1,7 @@
 """`step.stats` beside hooks on eager torch."""
 
+import copy
+
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
@@ -16,6 +18,7 @@ def test_numbers_are_those_of_hooks(tmp_path):
     model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(3)])
     plan = ts.ShardingPlan({"*.0.weight": P("model")}, default=P())
     step = step_of(model, mesh=(2, 2), plan=plan, accumulate_steps=2)
+    alone = copy.deepcopy(model)
     stats = step.stats(step.init(seed=0), X)
 
     wanted = []
@@ -26,8 +29,8 @@ def test_numbers_are_those_of_hooks(tmp_path):
             output.retain_grad()
             outputs.append(output)
 
-        hooks = [module.register_forward_hook(kept) for module in model.modules()]
-        (mean_square(model, part) / 2).backward()
+        hooks = [module.register_forward_hook(kept) for module in alone.modules()]
+        (mean_square(alone, part) / 2).backward()
         for hook in hooks:
             hook.remove()
         wanted += outputs

@@ -1,5 +1,6 @@
 """The training step: its state, its metrics, its evaluation, and losses that it refuses."""
 
+import copy
 import logging
 import re
 from typing import Any
@@ -32,9 +33,9 @@ def test_flags_are_read_at_each_call() -> None:
     torch.manual_seed(0)
     model = Dropping()
     step = step_of(model, optimizer=optax.sgd(0.0))
-    state, x = step.init(), torch.randn(BATCH, 16)
+    x = torch.randn(BATCH, 16)
     wanted = model.layer(x).square().mean().item()
-    state, training = step(state, x)
+    state, training = step(step.init(), x)
     model.drop.eval()
     state, evaluating = step(state, x)
     model.drop.train()
@@ -107,7 +108,7 @@ def test_metrics_of_the_loss_come_back() -> None:
 
     x, y = CASE["mlp"].batches(1)[0]
     model = CASE["mlp"].model()
-    step = step_of(model, loss_fn, plan=CASE["mlp"].plan)
+    step = step_of(copy.deepcopy(model), loss_fn, plan=CASE["mlp"].plan)
     _, metrics = step(step.init(), {"x": x, "y": y.numpy()})
     with torch.no_grad():
         np.testing.assert_allclose(metrics["error"]["mean"], (model(x) - y).abs().mean(), rtol=1e-5)

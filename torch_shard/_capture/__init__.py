@@ -14,6 +14,8 @@ from torch_shard._capture.autocast import (
 from torch_shard._capture.autograd_functions import leaves_behind, runs_user_backward
 from torch_shard._capture.constants import bits_of, is_literal, tensors_in
 from torch_shard._capture.data_dependence import DEVICE_OF, current_values, within_operator
+from torch_shard._capture.effect_plan import EffectPlan, WatchedCall, Write, evaluated, is_number
+from torch_shard._capture.effects import Effects, effects_of_capture, undone
 from torch_shard._capture.fakes import (
     StaleTensor,
     depends_on_inputs,
@@ -45,9 +47,9 @@ from torch_shard._capture.function_mode import (
 from torch_shard._capture.generators import find_generators, state_of
 from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold, is_metric, module_roots, read_by
 from torch_shard._capture.host_values import HostInputs, HostPart, Mismatch
-from torch_shard._capture.libraries import MetricCall, MetricCalls
+from torch_shard._capture.late_numbers import LateNumber
 from torch_shard._capture.provenance import current_user_line, is_user_file, leave_users_frames
 from torch_shard._capture.reads import Reads
 from torch_shard._capture.replacements import trunc_normal_
-from torch_shard._capture.side_effects import NUMBERS, Change, Same, new_values
+from torch_shard._capture.side_effects import ABSENT, NUMBERS, Change, Place, Same, new_values
 from torch_shard._capture.trace import Aux, Captured, Spec, TensorFn, capture, meaning, same_closure

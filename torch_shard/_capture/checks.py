@@ -5,10 +5,11 @@ reading serves all versions of Python, whatever their instructions are called.
 """
 
 import ast
+import dis
 import functools
 import itertools
 import linecache
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 _Place = tuple[int | None, int | None, int | None, int | None]
@@ -24,6 +25,12 @@ _OF_NUMBERS = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 
 _LOGGERS = ("logging", "logger", "log", "warnings")
 _TELLS = ("warn", "warning", "warning_once", "error", "info", "debug", "critical", "exception")
+_LOGS = (*_TELLS, "log")
+_TRACKERS = ("wandb", "run")
+_KEEPS_TEXTS = (
+    *("append", "appendleft", "extend", "insert", "setdefault", "update"),
+    *("add_text", "set_postfix", "set_postfix_str", "set_description", "write"),
+)
 _PLAIN = (ast.Compare, ast.cmpop, ast.Attribute, ast.Name, ast.Constant, ast.expr_context)
 _KEEPS = (ast.NamedExpr, *_LEAVES)
 
@@ -64,6 +71,29 @@ def lengths_compared(frame: FrameType) -> list[Any]:
     if "len" in names or None in found:
         return []
     return [eval(compile(ast.Expression(of), "<check>", "eval"), names) for of in found if of]
+
+
+def only_tells_text(frame: FrameType) -> bool:
+    """Tell whether the text that the present instruction makes is only told or kept, and by a name that says so.
+
+    It is a part of what is given to `print`, to a logger or to `append`, of what an attribute or an item is set to, or
+    of a variable that is used for such alone.
+    """
+    source = _source_of(frame)
+    text = source and source.nodes.get(list(frame.f_code.co_positions())[frame.f_lasti // 2])
+    if source is None or text is None or source.first_line(text) != frame.f_code.co_firstlineno:
+        return False
+    return source.is_only_told(text)
+
+
+@functools.lru_cache(maxsize=1024)
+def asks_for_types(code: CodeType) -> bool:
+    """Tell whether code asks for the type of a value by `type(...)`, or compares with `is True` and the like."""
+    if "type" in code.co_names:
+        return True
+    instructions = list(dis.get_instructions(code))
+    pairs = itertools.pairwise(instructions)
+    return any(after.opname == "IS_OP" and isinstance(before.argval, bool) for before, after in pairs)
 
 
 def _measured(side: ast.expr) -> ast.expr | None:
@@ -134,6 +164,41 @@ class _Source:
             case _:
                 return False
 
+    def is_only_told(self, text: ast.AST) -> bool:
+        """Tell whether a text is only given to what tells or keeps it."""
+        node, parent = text, self.parents[text]
+        while _is_part_of_text(parent, node) or isinstance(parent, (*_DISPLAYS, ast.Starred)):
+            if isinstance(parent, ast.Dict) and node in parent.keys:
+                return False
+            node, parent = parent, self.parents[parent]
+        if isinstance(parent, ast.keyword):
+            node, parent = parent, self.parents[parent]
+        match parent:
+            case ast.Call(func=function):
+                return node is not function and _tells_or_keeps(function)
+            case ast.Assign(targets=[ast.Name(id=name)]):
+                return self._is_variable_told(parent, name)
+            case ast.Assign(targets=targets):
+                return all(isinstance(target, ast.Attribute | ast.Subscript) for target in targets)
+            case _:
+                return False
+
+    def _is_variable_told(self, statement: ast.AST, name: str) -> bool:
+        """Tell whether a local variable is used for nothing but to tell or keep what it is assigned."""
+        scope = self.parents[statement]
+        while not isinstance(scope, _SCOPES):
+            scope = self.parents[scope]
+        if not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
+            return False
+        uses = [node for node in ast.walk(scope) if isinstance(node, ast.Name) and node.id == name]
+        declared = [node for node in ast.walk(scope) if isinstance(node, ast.Global | ast.Nonlocal)]
+        if any(name in node.names for node in declared):
+            return False
+        return all(
+            isinstance(use.ctx, ast.Store) or (not isinstance(self.parents[use], ast.Assign) and self.is_only_told(use))
+            for use in uses
+        )
+
     def first_line(self, node: ast.AST) -> int:
         """The number of the line at which the function around a node begins."""
         while not isinstance(node, _SCOPES):
@@ -182,6 +247,37 @@ class _Source:
                 return True
             node = parent
         return False
+
+
+def _is_part_of_text(parent: ast.AST, node: ast.AST) -> bool:
+    """Tell whether an expression is a text, and another one is a part of it."""
+    match parent:
+        case ast.FormattedValue() | ast.JoinedStr():
+            return True
+        case ast.BinOp(op=ast.Add() | ast.Mod()):
+            return True
+        case ast.Call(func=ast.Name(id="str" | "repr" | "format")):
+            return node in parent.args
+        case ast.Call(func=ast.Attribute(value=ast.Constant(), attr="format")):
+            return True
+        case ast.keyword():
+            return False
+        case _:
+            return False
+
+
+def _tells_or_keeps(function: ast.expr) -> bool:
+    """Tell whether a function is one of those that tell or keep what they are given, by its name."""
+    match function:
+        case ast.Name(id=name):
+            return name == "print"
+        case ast.Attribute(value=owner, attr=name):
+            owner_name = _name_of(owner).strip("_").lower()
+            if name in _LOGS:
+                return owner_name in _LOGGERS or owner_name.endswith(("log", "logger")) or owner_name in _TRACKERS
+            return name in _KEEPS_TEXTS
+        case _:
+            return False
 
 
 def _place(node: ast.expr | ast.stmt) -> _Place:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
@@ -22,7 +22,6 @@ from torch_shard._capture.masks import SELECTIONS, Masks, is_same
 from torch_shard._capture.provenance import asking_frame, current_user_line
 from torch_shard._capture.ragged import PLACE
 from torch_shard._common.fx import args_of
-from torch_shard._common.overrides import instead_of
 from torch_shard._common.patching import having
 from torch_shard._common.types import Operator, PyTree
 
@@ -45,13 +44,17 @@ class DataDependence(TorchDispatchMode):
     Args:
         node_of: The node of a traced tensor.
         root: Gives the module that holds what the `get_attr` nodes of the trace name.
+        graph: Gives the graph of the trace.
     """
 
     def __init__(
-        self, node_of: Callable[[torch.Tensor], Node | None], root: Callable[[], torch.nn.Module | None]
+        self,
+        node_of: Callable[[torch.Tensor], Node | None],
+        root: Callable[[], torch.nn.Module | None],
+        graph: Callable[[], Graph | None],
     ) -> None:
         super().__init__()
-        self._node_of, self._root = node_of, root
+        self._node_of, self._root, self._graph = node_of, root, graph
         self._masks = Masks(node_of, lambda mask: self._sized(_nonzero, (mask,), {}))
         self._inputs: HostInputs | None = None
         self._sources: dict[Node, Source] = {}
@@ -90,10 +93,18 @@ class DataDependence(TorchDispatchMode):
         func, args = self._masks.unify(func, args)
         if _has_unknown_size(func, kwargs) and (found := self._sized(func, args, kwargs or {})) is not None:
             return found
+        graph = self._graph()
+        last = None if graph is None else graph._root.prev
         try:
             result = func(*args, **(kwargs or {}))
         except DataDependentOutputException:
             self.asked = self.asked or current_user_line()
+            raise
+        except Exception:
+            # The tracer writes an operator down before it runs. One that raises, and whose error the callable catches,
+            # has not happened.
+            while graph is not None and graph._root.prev is not last:
+                graph.erase_node(graph._root.prev)
             raise
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._note_draw(result)
@@ -165,6 +176,11 @@ class DataDependence(TorchDispatchMode):
         self._sources = {node: source for node, source in pairs if node is not None}
 
     @property
+    def has_inputs(self) -> bool:
+        """Whether Python may ask for values of the batch."""
+        return self._inputs is not None and not self._inputs.missing
+
+    @property
     def host(self) -> HostPart | None:
         """The part of the trace that answers what Python has asked for, if it has."""
         if not self._questions:
@@ -198,6 +214,10 @@ class DataDependence(TorchDispatchMode):
         tensor = self._mode.original(standin)
         is_plain = tensor is not standin and type(tensor) is torch.Tensor and tensor.device.type == "cpu"
         return tensor if is_plain and tensor.numel() <= LARGEST and not tensor.requires_grad else None
+
+    def is_traced(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor is a value of this trace."""
+        return self._node_of(tensor) is not None
 
     def known_values(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """The values of tensors that depend on no input, if none of them does."""
@@ -343,13 +363,6 @@ def _is_all_of(tensor: torch.Tensor, base: torch.Tensor) -> bool:
     with in_eager_torch():
         same = (tensor.shape, tensor.stride(), tensor.storage_offset())
         return same == (base.shape, base.stride(), base.storage_offset())
-
-
-@instead_of(torch.Tensor.tolist)
-def tolist(tensor: torch.Tensor) -> Any:
-    """The numbers of a tensor whose value is known."""
-    values = current_values().values([tensor])
-    return torch.Tensor.tolist(tensor) if values is None else values[0].tolist()
 
 
 def within_operator() -> bool:

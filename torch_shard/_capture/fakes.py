@@ -40,10 +40,7 @@ _MODES: list["_Fakes"] = []  # of the captures under way, which may nest
 
 _KNOWN = WeakIdKeyDictionary()  # values of fakes that captures have left as buffers
 
-_SAME = WeakIdKeyDictionary()  # fakes of captures for those of rehearsals
-
-_ORIGINALS = WeakIdKeyDictionary()  # closed-over tensors, by the fakes that stand for them; not by weak references,
-# with which PyTorch does not swap a tensor in place (Module.to)
+_OF_PARAMETERS: list[torch.Tensor] = []  # fakes of the captures under way that stand for parameters
 
 _LEFT = WeakIdKeyDictionary()  # what tensors that are not of the capture under way mean in it
 
@@ -94,6 +91,7 @@ def fakes(explain: bool) -> Iterator[tuple[FakeTensorMode, CaptureMode]]:
             _MODES.remove(mode)
             if not _MODES:
                 _LEFT.clear()
+                _let_parameters_go()
 
 
 def rehearse(fn: Callable[[], Any]) -> tuple[Any, ModuleFlags]:
@@ -102,7 +100,7 @@ def rehearse(fn: Callable[[], Any]) -> tuple[Any, ModuleFlags]:
     Returns:
         What `fn` returned, and the modules that ran.
     """
-    values = DataDependence(lambda tensor: None, lambda: None)
+    values = DataDependence(lambda tensor: None, lambda: None, lambda: None)
     with fakes(False) as (mode, capture_mode), enable_python_dispatcher(), mode, capture_mode.seeing(), values:
         return fn(), capture_mode.modules()
 
@@ -286,7 +284,8 @@ def _revive_once(tensor: torch.Tensor) -> torch.Tensor:
 
 def equate(fake: torch.Tensor, captured: torch.Tensor) -> None:
     """Say that a fake of a rehearsal is what another one is, of the capture that it repeats."""
-    _SAME[fake] = captured
+    # An attribute: a table would hold what leads back to its own key, and with it all that both captures closed over.
+    vars(fake)["_same_as"] = captured
 
 
 def remember(fake: torch.Tensor, value: torch.Tensor) -> None:
@@ -298,7 +297,7 @@ def constant_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Tensor that a fake of an earlier capture stood for, if it is known."""
     if (known := _KNOWN.get(tensor)) is not None:
         return known
-    fake = _SAME.get(tensor, tensor)
+    fake: Any = vars(tensor).get("_same_as", tensor)
     earlier: Any = getattr(getattr(fake, "fake_mode", None), "tracer", None)
     slot: Any = None if earlier is None else get_proxy_slot(fake, earlier, None)  # pyright: ignore
     if earlier is None or slot is None:
@@ -317,13 +316,26 @@ def _make_standin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
         else:
             meta = torch.empty(tensor.shape, **options)
         fake = FakeTensor(mode, meta, torch.device("cpu"))
-    _ORIGINALS[fake] = tensor
+    vars(fake)["_original"] = tensor  # an attribute, as in `equate`
+    if isinstance(tensor, torch.nn.Parameter):
+        _OF_PARAMETERS.append(fake)
     return fake
+
+
+def _let_parameters_go() -> None:
+    """Let fakes hold no parameters once all captures are over.
+
+    Fakes of repeated layers are in cycles through PyTorch's graph of autograd, which Python's garbage collector does
+    not see: each model would stay in memory for as long as the process.
+    """
+    for fake in _OF_PARAMETERS:
+        vars(fake).pop("_original", None)
+    _OF_PARAMETERS.clear()
 
 
 def _original_of(fake: torch.Tensor) -> torch.Tensor | None:
     """The closed-over tensor that a fake stood for."""
-    return _ORIGINALS.get(fake)
+    return vars(fake).get("_original")
 
 
 _PRODUCTS = frozenset(

@@ -14,6 +14,7 @@ from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture.autocast import SharedCast, cast_once, widened
 from torch_shard._capture.guards import ModuleFlags
+from torch_shard._capture.late_numbers import LateNumber
 from torch_shard._capture.provenance import calls_seen, current_user_line
 from torch_shard._capture.side_effects import SideEffects
 from torch_shard._common.overrides import FUNCTIONS
@@ -75,6 +76,12 @@ class CaptureMode(TorchFunctionMode):
         """Whether the callable has read or written `.grad`."""
         self.last_cast: SharedCast | None = None
         """The latest argument of a product, cast by autocast; forgotten where modules with children begin and end."""
+        self.effects: Any = None
+        """What Python does with late numbers, where a caller of the program does it again: its `Effects`."""
+        self.answers_at_once = False
+        """Whether numbers that the host can compute before the call are not late."""
+        self.items_wanted: Sequence[int] = ()
+        """Positions of tensors of late numbers that the program is to give in any case."""
         self.held: list[object] = []
         """What operators of the graph name by number, until the graph is complete and its nodes hold it."""
 
@@ -106,6 +113,8 @@ class CaptureMode(TorchFunctionMode):
         kind = type(value)
         if kind in _PLAIN:
             return value
+        if kind is LateNumber:
+            return value.value
         if isinstance(value, torch.Tensor):
             if (known := self._standins.get(id(value))) is not None:  # also of a model on the meta device
                 return known[0]
@@ -125,6 +134,10 @@ class CaptureMode(TorchFunctionMode):
         standin = _marked_like(tensor, original if self.is_of_capture(original) else self._make_standin(original))
         self._standins[id(tensor)] = (standin, original, tensor)
         return standin
+
+    def has_standin(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a fake stands for a tensor: it is closed over."""
+        return id(tensor) in self._standins
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         """Let a fake of this capture stand for a tensor, whatever it means elsewhere; returns the fake."""

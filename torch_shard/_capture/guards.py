@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from torch_shard._capture.side_effects import _OF_TORCH, NUMBERS, is_plain, is_record
+from torch_shard._capture.side_effects import _OF_TORCH, NUMBERS, Place, is_plain, is_record
 from torch_shard._capture.walk import (
     FUNCTIONS,
     HOOKS,
@@ -31,14 +31,15 @@ class Guard:
     Args:
         roots: Of what was read.
         settings: As of `Walk`.
+        without: Places that a program does not depend on: it writes to them after each call.
     """
 
-    def __init__(self, roots: Iterable[Root], settings: Names | None = None) -> None:
-        self._roots, self._settings = list(roots), settings
+    def __init__(self, roots: Iterable[Root], settings: Names | None = None, without: Iterable[Place] = ()) -> None:
+        self._roots, self._settings, self._without = list(roots), settings, tuple(without)
         self._walk = self._walked()
 
     def _walked(self) -> Walk:
-        walk = Walk(self._settings, functions=True)
+        walk = Walk(self._settings, functions=True, without=self._without)
         for root in self._roots:
             walk.root(root)
         return walk

@@ -75,12 +75,23 @@ def current_user_line() -> str:
     return describe(traceback.extract_stack(frame, limit=1)[0])
 
 
-def asking_frame() -> FrameType | None:
-    """The Python function that asked for the value, below the layers of PyTorch's dispatch."""
+def asking_frame(*, within_torch: bool = True) -> FrameType | None:
+    """The Python function that asked for the value, below the layers of PyTorch's dispatch.
+
+    Args:
+        within_torch: Whether it may be one of PyTorch's own.
+    """
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_MACHINERY):
+    others = _MACHINERY if within_torch else (*_MACHINERY, f"{_FOLDERS[1]}{os.sep}")
+    while frame is not None and frame.f_code.co_filename.startswith(others):
         frame = frame.f_back
     return frame
+
+
+def is_asked_by_torch() -> bool:
+    """Tell whether it is a function of PyTorch's own that asks, and not one of the user or of another library."""
+    frame = asking_frame()
+    return frame is not None and frame.f_code.co_filename.startswith(f"{_FOLDERS[1]}{os.sep}")
 
 
 _PACKAGE = "torch_shard"

@@ -21,10 +21,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_shard._capture.checks import asks_for_types
+from torch_shard._capture.data_dependence import current_values
 from torch_shard._capture.function_mode import CaptureMode, outermost_mode
 from torch_shard._capture.guards import Guard
+from torch_shard._capture.late_numbers import is_late_number
 from torch_shard._capture.provenance import CallWatcher, count_as_own, describe, is_own_file, is_user_file
-from torch_shard._capture.side_effects import is_record
+from torch_shard._capture.side_effects import Place, is_record
 from torch_shard._capture.walk import Names, Root, attribute_of
 
 _GETS_ANY = frozenset({"getattr", "hasattr", "vars", "__dict__", "asdict", "astuple", "fields", "attrgetter"})
@@ -42,15 +45,18 @@ class _Named:
         globals: Global names that it reads.
         attributes: Attributes that it reads.
         modules: Python modules that it imports as it runs.
+        assigned: Global names that it assigns to.
     """
 
     globals: Names
     attributes: Names
     modules: Names
+    assigned: Names
 
 
 @functools.lru_cache(maxsize=4096)
 def _named(code: CodeType) -> _Named:
+    assigned = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"}
     read = [i for i in dis.get_instructions(code) if not i.opname.startswith(("STORE_", "DELETE_"))]
     globals_ = {i.argval for i in read if i.opname in _OF_GLOBALS}
     names = {i.argval for i in read if i.opcode in dis.hasname and i.opname not in _OF_GLOBALS}
@@ -63,6 +69,7 @@ def _named(code: CodeType) -> _Named:
         frozenset(globals_).union(*(found.globals for found in inner)),
         frozenset(names).union(*(found.attributes for found in inner)),
         frozenset(modules).union(*(found.modules for found in inner)),
+        frozenset(assigned).union(*(found.assigned for found in inner)),
     )
 
 
@@ -84,6 +91,7 @@ class Reads:
         self._within: set[int] = set()
         self._made: dict[int, object] = {}
         self._closures: set[tuple[int, ...]] = set()
+        self._assigned: list[tuple[str, dict[str, Any]]] = []
         self._compared: dict[str, frozenset[str]] = {}
         self._restore = restore
         self._mode: CaptureMode | None = None
@@ -94,9 +102,9 @@ class Reads:
         """See what captures within run, in this thread."""
         return self._watcher.watching()
 
-    def guard(self) -> Guard:
-        """A guard of all that was read, as it is now."""
-        return Guard(self._roots.values(), None if self._any else frozenset(self._settings))
+    def guard(self, without: Iterable[Place] = ()) -> Guard:
+        """A guard of all that was read, as it is now, but for these places."""
+        return Guard(self._roots.values(), None if self._any else frozenset(self._settings), without)
 
     def refuse_identity(self, guard: Guard, entries: Mapping[str, torch.Tensor], what: str) -> None:
         """Refuse code that asks which of a model's tensors one is, by `id`, `is`, or as a key or an element."""
@@ -142,6 +150,8 @@ class Reads:
             self._mode = mode
             for root in self._roots.values():
                 self._note_held(root)
+            for name, variables in self._assigned:
+                self._note_assigned(name, variables)
         if code.co_name in _CONSTRUCTORS and code.co_argcount:
             made = frame.f_locals.get(code.co_varnames[0])
             self._made[id(made)] = made
@@ -155,6 +165,9 @@ class Reads:
                 self._compared[line] = self._compared.get(line, frozenset()) | named_in(code)
             for name in sorted(named.globals):  # also what is not there yet
                 self._note((id(frame.f_globals), name, names), Root(name, frame.f_globals, name, names))
+            for name in sorted(named.assigned - named.globals):
+                self._assigned.append((name, frame.f_globals))
+                self._note_assigned(name, frame.f_globals)
             for name in sorted(named.modules):
                 if (module := sys.modules.get(name)) is not None:
                     self._note((id(module), names), Root(name, None, module, names))
@@ -165,6 +178,7 @@ class Reads:
         count += bool(code.co_flags & 0x04) + bool(code.co_flags & 0x08)  # *args, **kwargs
         for number, name in enumerate(code.co_varnames[:count]):
             value = given.get(name)
+            _refuse_types(code, value)
             if value is not None:
                 name = type(value).__name__ if number == 0 and name == "self" else name
                 self._object(name, value, names)
@@ -173,6 +187,8 @@ class Reads:
         if frame.f_code.co_name == "__new__":
             self._made[id(value)] = value
         caller = None if frame.f_back is None else self._own.get(id(frame.f_back.f_code))
+        if caller is not None and frame.f_back is not None:
+            _refuse_types(frame.f_back.f_code, value)
         if caller is not None and value is not None:
             self._object(f"{frame.f_code.co_name}()", value, caller.attributes)
 
@@ -214,14 +230,29 @@ class Reads:
             self._roots[key] = root
             self._note_held(root)
 
+    def _note_assigned(self, name: str, variables: dict[str, Any]) -> None:
+        """Let the capture take back what it leaves in a global that the code only assigns to."""
+        if self._mode is not None:
+            self._mode.side_effects.note_variable(name, variables, name)
+
     def _note_held(self, root: Root) -> None:
-        """Let the capture take back what it leaves in a global or a variable."""
-        held: Any = root.owner
-        if self._mode is None or held is None:
+        """Let the capture take back what it leaves in a global, in a variable or in an object."""
+        if self._mode is None:
             return
-        value = held.get(root.key) if isinstance(held, dict) else attribute_of(held, "cell_contents")
-        if not isinstance(value, nn.Module):  # which holds fakes now that are not its own
-            self._mode.side_effects.note_value(root.name, value)
+        if root.owner is not None:
+            self._mode.side_effects.note_variable(root.name, root.owner, root.key)
+        elif not isinstance(root.key, nn.Module):  # which holds fakes now that are not its own
+            self._mode.side_effects.note_value(root.name, root.key)
+
+
+def _refuse_types(code: CodeType, value: object) -> None:
+    """Refuse a number of the step that is given to code which asks for types: it is of another class than in torch."""
+    if is_late_number(value) and asks_for_types(code) and not current_values().refused:
+        current_values().refused = (
+            f'File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}\nThis function is given a number '
+            "of the step, which is not known yet, and asks for the type of a value, or compares with `is True`. Use "
+            "isinstance(value, float), or ask outside of what is captured."
+        )
 
 
 def _is_typed(frame: FrameType) -> bool:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture.checks import lengths_compared
 from torch_shard._capture.data_dependence import current_values
+from torch_shard._capture.effects import effects_of_capture
 from torch_shard._capture.function_mode import current_mode
 from torch_shard._capture.provenance import asking_frame, current_user_line
 from torch_shard._common.overrides import instead_of, instead_of_attribute
@@ -286,6 +287,9 @@ def describe(tensor: torch.Tensor, *, tensor_contents: object = None) -> str:
 @instead_of(torch.Tensor.__format__)
 def format_tensor(tensor: torch.Tensor, spec: str) -> str:
     """The text of a tensor in an f-string: of a number that has a format, it needs the value."""
+    effects = effects_of_capture()
+    if tensor.ndim == 0 and effects is not None:
+        return format(effects.number(tensor), spec)
     if tensor.ndim == 0 and (spec or current_values().known_values([tensor]) is not None):
         return format(tensor.item(), spec)
     return format(describe(tensor), spec)

@@ -6,11 +6,14 @@ import contextlib
 import dataclasses
 import functools
 import types
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Set
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
+
+from torch_shard._capture.late_numbers import is_late
+from torch_shard._capture.watched import WatchedDeque, WatchedDict, WatchedList, is_watched
 
 NUMBERS = (bool, int, float, str)
 
@@ -24,6 +27,9 @@ _CONTAINERS = (
     collections.OrderedDict,
     collections.defaultdict,
     collections.Counter,
+    WatchedList,
+    WatchedDeque,
+    WatchedDict,
 )
 
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
@@ -32,9 +38,102 @@ _OF_TORCH = frozenset(vars(nn.Module())) - _HOOKS
 
 _LOOKED_AFTER = ("_flat_weights", "_flat_weight_refs")  # by torch.nn.RNNBase, which compares them in each forward
 
-_ABSENT = object()
+ABSENT = object()
 
 _DEPTH, _MOST = 4, 1000
+
+IsKept = Callable[[torch.Tensor], bool]
+
+
+class _Alone(dict[str, object]):
+    """Holds a container that is known by itself, and not by where it hangs."""
+
+    @property
+    def container(self) -> object:
+        """The container."""
+        return next(iter(self.values()))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+    """Where a value is: by keys, from a dict of attributes or globals, or from an enclosing variable, on.
+
+    Containers may be others at each step, so that a place is known by where it hangs.
+
+    Attributes:
+        name: For messages.
+        owner: A dict, or a cell of a function.
+        keys: The first of the owner, the others of what is there.
+    """
+
+    name: str
+    owner: Any
+    keys: tuple[Any, ...]
+
+    @property
+    def key(self) -> tuple[int, tuple[Hashable, ...]]:
+        """The same for the same place, in all captures."""
+        owner = self.owner.container if isinstance(self.owner, _Alone) else self.owner
+        return id(owner), tuple(key if isinstance(key, (str, int)) else id(key) for key in self.keys)
+
+    def within(self, key: object) -> "Place":
+        """The place of an item of the container that is here."""
+        return Place(f"{self.name}[{key!r}]", self.owner, (*self.keys, key))
+
+    def around(self) -> "Place":
+        """The place of the container that holds the value."""
+        return Place(self.name, self.owner, self.keys[:-1])
+
+    def container(self) -> Any:
+        """What holds the value.
+
+        Raises:
+            LookupError: There is no such container.
+        """
+        held = self.owner
+        for key in self.keys[:-1]:
+            held = held.cell_contents if isinstance(held, types.CellType) else held[key]
+        return held
+
+    def get(self) -> Any:
+        """The value now, or `ABSENT`."""
+        try:
+            held = self.container()
+            if isinstance(held, types.CellType):
+                return held.cell_contents
+            if isinstance(held, dict):
+                return dict.get(held, self.keys[-1], ABSENT)
+            return held[self.keys[-1]]
+        except (LookupError, ValueError):
+            return ABSENT
+
+    def set(self, value: object) -> None:
+        """Put a value there; `ABSENT` takes it away."""
+        held = self.container()
+        if isinstance(held, types.CellType):
+            held.cell_contents = value
+        elif value is ABSENT:
+            held.pop(self.keys[-1], None)
+        else:
+            held[self.keys[-1]] = value
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Numbers of a capture that it leaves at a place.
+
+    Attributes:
+        place: Where; a container for `"extend"`, `"prepend"` and `"refill"`.
+        action: What happens there: a value is set; items are added to a container at its end or its beginning, or take
+            the places of all that were in it.
+        before: The value that was there; `ABSENT` if none.
+        value: The value, or the list of the items.
+    """
+
+    place: Place
+    action: str
+    before: object
+    value: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +166,7 @@ class Change:
 
     def after(self, num_calls: int, second: object) -> "Change":
         """The same after many calls, if it is of a number that the second call takes on by as much as the first."""
-        old, new = 0 if self.old is _ABSENT else self.old, self.new
+        old, new = 0 if self.old is ABSENT else self.old, self.new
         if not all(type(value) in (int, float) for value in (old, new, second)):
             return self
         step: Any = new - old  # pyright: ignore[reportOperatorIssue]
@@ -91,7 +190,8 @@ class _Noted:
         values: Its attributes.
         contents: Of the containers among these.
         skipped: Attributes to be left alone, but for tensors of a capture in them.
-        whole: Whether all changes are taken back, not only tensors that a capture has left.
+        whole: Whether all changes are taken back, not only tensors and numbers that a capture has left.
+        home: Where a container hangs that is noted by itself.
     """
 
     path: str
@@ -100,6 +200,18 @@ class _Noted:
     contents: dict[str, object]
     skipped: tuple[str, ...]
     whole: bool
+    home: Place | None = None
+
+    @property
+    def now(self) -> dict[str, object]:
+        """The attributes as they are."""
+        return self.values if type(self.owner) in _CONTAINERS else vars(self.owner)
+
+    def place(self, name: str) -> Place:
+        """The place of an attribute."""
+        if self.home is not None:
+            return self.home
+        return Place(f"{self.path}.{name}" if self.path else name, self.now, (name,))
 
 
 class SideEffects:
@@ -107,6 +219,8 @@ class SideEffects:
 
     def __init__(self) -> None:
         self._before: dict[int, _Noted] = {}
+        self._variables: dict[tuple[int, object], tuple[Place, object]] = {}
+        self._done_again = set[tuple[int, object]]()
         self._room = _MOST  # for other objects that hang on one module
 
     def note(self, modules: Iterable[tuple[str, nn.Module]], *, entries: bool) -> None:
@@ -120,15 +234,24 @@ class SideEffects:
         for path, module in modules:
             self._note(path, module, () if entries else ENTRIES, _DEPTH)
 
-    def note_value(self, name: str, value: object) -> None:
+    def note_variable(self, name: str, owner: Any, key: str) -> None:
+        """Remember the value of a global, or of a variable of an enclosing function, and what is in it."""
+        place = Place(name, owner, (key,))
+        value = place.get()
+        if (id(owner), key) not in self._variables:
+            self._variables[id(owner), key] = place, value
+        if not isinstance(value, nn.Module):  # which holds fakes now that are not its own
+            self.note_value(name, value, place)
+
+    def note_value(self, name: str, value: object, home: Place | None = None) -> None:
         """Remember the contents of something that a function reaches by a name."""
         if isinstance(value, nn.Module):
             self.note(value.named_modules(prefix=name), entries=True)
-        elif type(value) in _CONTAINERS and id(value) not in self._before:
-            held: dict[str, object] = {name: value}
-            self._before[id(value)] = _Noted("", value, held, {name: contents_of(value)}, (), False)
-        else:
-            self._look_into(name, value, _DEPTH)
+            return
+        if type(value) in _CONTAINERS and id(value) not in self._before:
+            held = _Alone({name: value})
+            self._before[id(value)] = _Noted("", value, held, {name: contents_of(value)}, (), False, home)
+        self._look_into(name, value, _DEPTH)
 
     def knows(self, module: nn.Module) -> bool:
         """Tell whether a module was there before the callable ran."""
@@ -175,6 +298,8 @@ class SideEffects:
         if isinstance(value, functools.partial):
             value = (value.func, *value.args, value.keywords)
         elif isinstance(value, types.FunctionType):
+            for name, content in _closed_over(value):
+                self._look_into(name, content, depth - 1)
             value = (*(value.__defaults__ or ()), value.__kwdefaults__ or {})
         elif isinstance(value, types.MethodType) and not isinstance(value.__self__, nn.Module):
             value = value.__self__
@@ -190,18 +315,116 @@ class SideEffects:
                 if type(held) in _CONTAINERS:
                     self.note_value(f"{path}.{name}", held)
 
+    def kept(self, is_kept: IsKept, is_read: IsKept, *, also_plain: bool) -> Iterator[Kept]:
+        """What of the capture's numbers and tensors is now where something else was, or nothing; once for a container.
+
+        Args:
+            is_kept: Tells of a tensor of the capture whether it can be put there after each call.
+            is_read: Tells of a tensor from outside whether the capture has read it.
+            also_plain: Also what was added to lists of modules and is a plain value.
+        """
+        seen = set[tuple[int, Hashable]]()
+        held = set[int]()
+        for kept, source in self._all_kept(is_kept, also_plain):
+            if any(isinstance(leaf, torch.Tensor) and is_read(leaf) for leaf in _leaves(kept.before)):
+                continue  # a value that one call gives to the next: not like this
+            is_item = kept.action == "set"
+            holder = kept.place.container() if is_item else kept.place.get()
+            last = kept.place.keys[-1] if is_item else kept.action
+            self._done_again.add(source)
+            if (id(holder), last) in seen:
+                continue
+            seen.add((id(holder), last))
+            own = [holder] if not is_item else []
+            for container in [*own, *_containers_in(kept.value)]:
+                if id(container) in held:
+                    raise _cannot_be_repeated(kept.place, "the same container is at another place, too")
+                held.add(id(container))
+            yield kept
+
+    def _all_kept(self, is_kept: IsKept, also_plain: bool) -> Iterator[tuple[Kept, tuple[int, object]]]:
+        """The same with the owner and the name of the attribute."""
+        for noted in self._before.values():
+            now = noted.now
+            differences = _Differences(_never if noted.whole else is_kept, also_plain or not noted.whole)
+            for name in {**noted.values, **now}:
+                old, new, contents = noted.values.get(name, ABSENT), now.get(name, ABSENT), noted.contents.get(name)
+                for kept in differences.at(noted.place(name), old, contents, new):
+                    yield kept, (id(noted.owner), name)
+        differences = _Differences(is_kept, True)
+        for key, (place, old) in self._variables.items():
+            for kept in differences.at(place, old, None, place.get()):
+                yield kept, key
+
+    def counted(self) -> Iterator[Kept]:
+        """The plain numbers that are others now than before: counts, as of calls."""
+        for noted in self._before.values():
+            now = noted.now
+            for name, old in noted.values.items():
+                place, contents = noted.place(name), noted.contents.get(name)
+                if _is_counted(old, now.get(name)):
+                    yield Kept(place, "set", old, now[name])
+                elif contents is not None and isinstance(old, dict) and now.get(name) is old:
+                    before: Any = contents
+                    items = ((key, same.value, old.get(key)) for key, same, _ in before)
+                    yield from (Kept(place.within(key), "set", a, b) for key, a, b in items if _is_counted(a, b))
+        for place, old in self._variables.values():
+            if _is_counted(old, new := place.get()):
+                yield Kept(place, "set", old, new)
+
+    def holding(self, value: object) -> Iterator[Place]:
+        """The places that held this very object before."""
+        for noted in self._before.values():
+            for name, held in noted.values.items():
+                if held is value:
+                    yield noted.place(name)
+                elif isinstance(held, dict) and noted.contents.get(name) is not None:
+                    contents: Any = noted.contents[name]
+                    for key, same, _ in contents:
+                        if same.value is value:
+                            yield noted.place(name).within(key)
+        for place, held in self._variables.values():
+            if held is value:
+                yield place
+
+    def containers(self) -> set[int]:
+        """The identities of the containers that were there before."""
+        met = set[int]()
+        for noted in self._before.values():
+            _note_containers(noted.values.values(), met)
+            for contents in noted.contents.values():
+                _note_containers(_values_in(contents), met)
+        _note_containers((value for _, value in self._variables.values()), met)
+        return met
+
     def restore(self) -> list[Change]:
         """Put every attribute back, contents of containers too; return what had changed."""
-        return [change for noted in self._before.values() for change in _restore(noted)]
+        changes = [change for noted in self._before.values() for change in _restore(noted, self._done_again)]
+        for key, (place, old) in self._variables.items():
+            if key in self._done_again or has_late(place.get()):
+                place.set(old)
+        return changes
 
 
-def _restore(noted: _Noted) -> Iterator[Change]:
-    now = noted.values if type(noted.owner) in _CONTAINERS else vars(noted.owner)
+def _note_containers(values: Iterable[object], met: set[int]) -> None:
+    met.update(id(value) for value in values if type(value) in _CONTAINERS)
+
+
+def _values_in(contents: Any) -> Iterator[object]:
+    for _, same, inner in contents:
+        yield same.value
+        if inner is not None:
+            yield from _values_in(inner)
+
+
+def _restore(noted: _Noted, done_again: Set[tuple[int, object]]) -> Iterator[Change]:
+    now = noted.now
     for name in list({**noted.values, **now}):
-        old, new, contents = noted.values.get(name, _ABSENT), now.get(name, _ABSENT), noted.contents.get(name)
+        old, new, contents = noted.values.get(name, ABSENT), now.get(name, ABSENT), noted.contents.get(name)
         same = old is new and (contents is None or contents_of(new) == contents)
         repaired = name in noted.skipped or not noted.whole
-        if same or (repaired and not _has_fake(new)):
+        is_done_again = (id(noted.owner), name) in done_again
+        if same or (repaired and not is_done_again and not _has_fake(new) and not has_late(new)):
             continue
         left = _copy(new)
         if name in noted.skipped:
@@ -210,11 +433,112 @@ def _restore(noted: _Noted) -> Iterator[Change]:
             _put_back(now, name, old, contents)
         path = f"{noted.path}.{name}" if noted.path else name
         old = old if contents is None else dict_of(contents)
+        if has_late(left) or is_done_again:  # an effect, done again after each step
+            continue
         yield Change(path, now, name, old, left, type(noted.owner) not in _CONTAINERS)
     if noted.whole and list(now) != list(noted.values):
         kept = dict(now)
         now.clear()
         now.update(kept | noted.values if noted.skipped else noted.values)
+
+
+def _never(tensor: torch.Tensor) -> bool:
+    return False
+
+
+class _Differences:
+    """What a function has done at places, where numbers or tensors of the capture are in it.
+
+    Args:
+        is_kept: Tells of a tensor of the capture whether it can be put there after each call.
+        also_plain: Also what was added to lists and is a plain value.
+    """
+
+    def __init__(self, is_kept: IsKept, also_plain: bool) -> None:
+        self._is_kept, self._also_plain = is_kept, also_plain
+
+    def at(self, place: Place, old: object, contents: Any, new: Any) -> Iterator[Kept]:
+        """All that was done at a place, and in the containers there."""
+        is_list = old is new and contents is not None and isinstance(new, (list, collections.deque))
+        if self._has_some(new) or (self._also_plain and is_list):
+            yield from self._all(place, old, contents, new)
+
+    def _has_some(self, value: object) -> bool:
+        leaves = _leaves(value)
+        return any(is_late(leaf) or (_is_fake(leaf) and self._is_kept(leaf)) for leaf in leaves)
+
+    def _can_be_repeated(self, place: Place, value: object) -> bool:
+        """Tell whether a value can be made again; one with a tensor alone that is not kept is only put back."""
+        fakes = [leaf for leaf in _leaves(value) if _is_fake(leaf)]
+        if all(map(self._is_kept, fakes)):
+            return True
+        if has_late(value):
+            raise _cannot_be_repeated(place, "a tensor beside them")
+        return False
+
+    def _all(self, place: Place, old: object, contents: Any, new: Any) -> Iterator[Kept]:
+        if new is not old:
+            if self._can_be_repeated(place, new):
+                yield Kept(place, "set", old, new)
+        elif contents is not None and isinstance(new, dict):
+            before = {key: (same.value, inner) for key, same, inner in contents}
+            if not before.keys() <= new.keys():
+                raise _cannot_be_repeated(place, "items are taken out there")
+            for key, value in new.items():
+                if has_late(key):
+                    raise _cannot_be_repeated(place, "one of them is a key")
+                value_before, inner = before.get(key, (ABSENT, None))
+                yield from self._all(place.within(key), value_before, inner, value)
+        elif contents is not None:
+            yield from self._items(place, contents, new)
+
+    def _items(self, place: Place, contents: Any, new: Any) -> Iterator[Kept]:
+        """What was done to a list or a queue."""
+        before, now = [same.value for _, same, _ in contents], list(new)
+        if isinstance(new, collections.deque) and new.maxlen == len(now):  # the first items may have dropped out
+            num_dropped = next(n for n in range(len(before) + 1) if _are_same(before[n:], now[: len(before) - n]))
+            before, contents = before[num_dropped:], contents[num_dropped:]
+
+        num_added, first = len(now) - len(before), 0
+        added, action = list[Any](), "set"
+        if is_watched(new) and new.is_emptied:
+            added, action, contents = now, "refill", ()
+        elif is_watched(new) and new.num_prepended:
+            added, action, first = now[:num_added], "prepend", num_added
+            if not _are_same(now[num_added:], before):
+                raise _cannot_be_repeated(place, "items are added at both of its ends")
+        elif num_added >= 0 and _are_same(now[: len(before)], before):
+            added, action = now[len(before) :], "extend"
+        elif num_added >= 0 and _are_same(now[num_added:], before):
+            added, action, first = now[:num_added], "prepend", num_added
+        elif num_added == 0:
+            pass  # items are set, or all are taken out and others put in, which a watched list can tell
+        elif not is_watched(new) and not any(item is other for item in now for other in before):
+            added, action, contents = now, "refill", ()
+        else:
+            if has_late(now):
+                raise _cannot_be_repeated(place, "items are taken out there")
+            return
+        if added and self._can_be_repeated(place, added):
+            yield Kept(place, action, new, added)
+        for index, (_, same, inner) in enumerate(contents):
+            yield from self._all(place.within(index), same.value, inner, now[first + index])
+
+
+def _are_same(items: list[Any], others: list[Any]) -> bool:
+    return len(items) == len(others) and all(a is b for a, b in zip(items, others, strict=True))
+
+
+def _cannot_be_repeated(place: Place, why: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"The captured function keeps numbers of a step in {place.name}, and {why}. What is done again after each step "
+        "is an append, an extend, an item or attribute that is set, and a sum. Do the rest after the step, or return "
+        "the number in the metrics."
+    )
+
+
+def _is_counted(old: object, new: object) -> bool:
+    return type(old) in (int, float) and type(new) in (int, float) and new != old
 
 
 def refuse_new_parameters(changes: Iterable[Change]) -> None:
@@ -259,7 +583,7 @@ class Same:
 
 
 def _put_back(attributes: dict[str, object], name: str, old: object, contents: Any) -> None:
-    if old is _ABSENT:
+    if old is ABSENT:
         attributes.pop(name, None)
         return
     attributes[name] = old
@@ -305,7 +629,7 @@ def new_values(changes: Iterable[Change]) -> Iterator[None]:
 
 def _swap(attributes: dict[str, object], name: str, new: object) -> tuple[object, object]:
     """Give an attribute another value, a container in place, which others may hold too; returns what was there."""
-    old = attributes.get(name, _ABSENT)
+    old = attributes.get(name, ABSENT)
     if type(old) not in _CONTAINERS or type(new) is not type(old):
         _put_back(attributes, name, new, None)
         return old, None
@@ -323,6 +647,13 @@ def _copy(value: Any) -> Any:
     return new
 
 
+def _closed_over(function: types.FunctionType) -> Iterator[tuple[str, object]]:
+    """What an inner function closes over, by name."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # it is empty
+            yield name, cell.cell_contents
+
+
 def _items(value: Any) -> list[object]:
     return list(value.values()) if isinstance(value, dict) else list(value)
 
@@ -336,8 +667,28 @@ def _leaves(value: Any, depth: int = _DEPTH) -> Iterator[object]:
         yield from _leaves(item, depth - 1)
 
 
+def _containers_in(value: Any) -> Iterator[object]:
+    """A container with late numbers that can change, and those in it."""
+    if not has_late(value):
+        return
+    if isinstance(value, (list, dict, collections.deque)):
+        yield value
+    if type(value) in (*_CONTAINERS, tuple):
+        for item in _items(value):
+            yield from _containers_in(item)
+
+
+def has_late(value: object) -> bool:
+    """Tell whether late numbers of a capture are in a value."""
+    return any(is_late(leaf) for leaf in _leaves(value))
+
+
 def _has_fake(value: object) -> bool:
-    return any(isinstance(leaf, torch.Tensor) and hasattr(leaf, "fake_mode") for leaf in _leaves(value))
+    return any(map(_is_fake, _leaves(value)))
+
+
+def _is_fake(leaf: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(leaf, torch.Tensor) and hasattr(leaf, "fake_mode")
 
 
 def is_plain(value: object) -> bool:
@@ -368,7 +719,7 @@ def _is_of_user(value: object) -> bool:
         "_thread",
         "torch_shard",
     )
-    return type(value).__module__.split(".")[0] not in below
+    return any(cls.__module__.split(".")[0] not in below for cls in type(value).__mro__)
 
 
 def _slots_of(value: object) -> dict[str, object]:

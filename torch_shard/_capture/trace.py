@@ -37,6 +37,8 @@ from torch_shard._capture.constants import (
     return_writes,
 )
 from torch_shard._capture.data_dependence import DataDependence
+from torch_shard._capture.effect_plan import EffectPlan
+from torch_shard._capture.effects import Effects
 from torch_shard._capture.environment import capture_environment, reference_kernels
 from torch_shard._capture.fakes import changes_nothing, empty_like, fakes, node_in, remember, tracer
 from torch_shard._capture.function_mode import CaptureMode, annotated, current_mode, is_capturing
@@ -49,6 +51,7 @@ from torch_shard._capture.ragged import UnknownSizeError, is_ragged
 from torch_shard._capture.ragged_rules import with_masks
 from torch_shard._capture.side_effects import Change, refuse_new_parameters
 from torch_shard._capture.simplify import simplify, stride_in_order
+from torch_shard._capture.stand_ins import StandIn, StandIns, standing_in
 from torch_shard._common.caller import caller
 from torch_shard._common.fx import STRICT_VIEWS, args_of, check_outputs, fill_in, is_random, outputs_of
 from torch_shard._common.overrides import FUNCTIONS, OPERATORS
@@ -97,6 +100,7 @@ class Captured(Generic[Aux]):
         axes: Named axes that collectives in the callable spoke of, with their sizes.
         host: What is to be computed on the host before each call, as Python has asked for values; else None.
         guards: Of values that the callable read from outside, where its caller has noted them.
+        effects: What is to be done after each call with numbers that it gives.
     """
 
     module: torch.fx.GraphModule
@@ -112,6 +116,7 @@ class Captured(Generic[Aux]):
     axes: dict[str, int]
     host: HostPart | None
     guards: tuple[Guard, ...] = ()
+    effects: EffectPlan = dataclasses.field(default_factory=EffectPlan)
 
     @property
     def num_nodes(self) -> int:
@@ -124,7 +129,13 @@ class Captured(Generic[Aux]):
 
 
 def capture(
-    fn: TensorFn[Aux], specs: Sequence[Spec], *, keep: Keep, explain: bool = False, restore: bool = True
+    fn: TensorFn[Aux],
+    specs: Sequence[Spec],
+    *,
+    keep: Keep,
+    explain: bool = False,
+    restore: bool = True,
+    code: Callable[[Captured[Aux]], list[str]] | None = None,
 ) -> Captured[Aux]:
     """Run `fn` once on fakes of `specs` and return the graph of ATen operators that it ran.
 
@@ -134,6 +145,7 @@ def capture(
         keep: Tells, for an operator and whether PyTorch has a core rule to decompose it, if it stays whole.
         explain: Record source lines on the nodes (slower; for error messages).
         restore: Put back the attributes that `fn` changes on modules; otherwise a capture around this one does.
+        code: Gives the code of a graph that was just captured, with that of the graphs which it calls by number.
 
     Raises:
         NotImplementedError: Python depends on the value of a tensor in `fn`. The message has file and line.
@@ -141,8 +153,22 @@ def capture(
     around = current_mode()
     explain = explain or (around is not None and around.explains)
     generators = None if is_capturing() else Generators(fn)
-    graph, changes = _capture_on_fakes(fn, specs, keep=keep, explain=explain, restore=restore)
-    again = functools.partial(_capture_on_fakes, fn, specs, keep=keep, explain=False, restore=restore)
+    modes = list[CaptureMode]()
+    run = functools.partial(_capture_on_fakes, fn, specs, keep=keep, explain=explain, restore=restore, modes=modes)
+    try:
+        graph, changes, effects = run()
+    except (TypeError, ValueError, RuntimeError, KeyError, AttributeError, NotImplementedError) as error:
+        if not _may_be_known(modes):
+            raise
+        run = functools.partial(run, answers_at_once=True)
+        try:
+            graph, changes, effects = run()
+        except Exception:
+            raise error from None
+    if effects is not None and effects.made:
+        code = code or (lambda graph: [graph.module.code])
+        graph, changes = _with_plan(graph, changes, effects, run, code)
+    again = functools.partial(run, explain=False)
     if generators is not None and (line := generators.line_that_draws(again)) is not None:
         raise NotImplementedError(
             f"{line}\nHere the captured function draws from Python's `random` or from NumPy. It runs once, so a "
@@ -153,13 +179,80 @@ def capture(
     return dataclasses.replace(graph, changed=[c for c in changes if c.matters and not changes_nothing(c)])
 
 
-def _capture_on_fakes(
-    fn: TensorFn[Aux], specs: Sequence[Spec], *, keep: Keep, explain: bool, restore: bool
+def _may_be_known(modes: list[CaptureMode]) -> bool:
+    """Tell whether a capture that failed had numbers that are not known yet, and that the host may be able to tell."""
+    effects: Effects | None = modes[-1].effects if modes else None
+    return effects is not None and effects.may_be_known
+
+
+def _with_plan(
+    graph: Captured[Aux],
+    changes: list[Change],
+    effects: Effects,
+    run: Callable[..., tuple[Captured[Aux], list[Change], Effects | None]],
+    code: Callable[[Captured[Aux]], list[str]],
 ) -> tuple[Captured[Aux], list[Change]]:
+    """Capture again with stand-ins at the places that Python writes to, and give the plan of both captures."""
+    plan, first = effects.made, code(graph)
+    assert plan is not None
+    stand_ins, reads = StandIns(effects), list[str]()
+    for count in effects.counted:
+        count.place.set(count.before)
+    failure: Exception | None = None
+    made: list[StandIn] = []
+    for made in stand_ins.choices():
+        if not made:
+            break
+        try:
+            with standing_in(made):
+                second, later_changes, later = run(items_wanted=plan.positions)
+        except Exception as error:  # of code to which a stand-in is not what was there
+            failure = error
+            continue
+        if later is None or later.made is None:
+            continue
+        reads = stand_ins.reads(later.made, made)
+        is_same = code(second) == first and same_closure(graph, second)
+        if is_same and (both := stand_ins.merged(later, made)) is not None:
+            return dataclasses.replace(second, effects=both), later_changes
+
+    for count in effects.counted:
+        count.place.set(count.value)
+    if made:
+        if isinstance(failure, NotImplementedError):
+            raise failure
+        raise _reads_what_it_writes([each.place.name for each in made], reads) from failure
+    unread = stand_ins.unread(plan, [])
+    return dataclasses.replace(graph, effects=dataclasses.replace(plan, unread=unread)), changes
+
+
+def _reads_what_it_writes(names: list[str], reads: list[str]) -> NotImplementedError:
+    lines = "".join(f"{line}\n" for line in dict.fromkeys(reads))
+    places = ", ".join(dict.fromkeys(names))
+    return NotImplementedError(
+        f"{lines}{caller()}: the captured function keeps numbers of its steps in {places}, and what is there decides "
+        "what it does, so that the program would be another one at each step. Keep or read it after the step, or "
+        "return the numbers in the metrics."
+    )
+
+
+def _capture_on_fakes(
+    fn: TensorFn[Aux],
+    specs: Sequence[Spec],
+    *,
+    keep: Keep,
+    explain: bool,
+    restore: bool,
+    modes: list[CaptureMode],
+    answers_at_once: bool = False,
+    items_wanted: Sequence[int] = (),
+) -> tuple[Captured[Aux], list[Change], Effects | None]:
     """Capture, and give what it has changed and been put back."""
     within = is_capturing()
     with calls_seen(False), without_collection(), fakes(explain) as (mode, capture_mode):
         changes: list[Change] = []
+        capture_mode.items_wanted, capture_mode.answers_at_once = items_wanted, answers_at_once
+        modes.append(capture_mode)
         try:
             with contextlib.nullcontext() if within else torchs_log_silent():
                 graph = _capture(fn, specs, keep=keep, mode=mode, capture_mode=capture_mode)
@@ -170,7 +263,9 @@ def _capture_on_fakes(
         finally:
             if restore:
                 changes = capture_mode.side_effects.restore()
-        return graph, changes
+        if capture_mode.effects is not None:
+            capture_mode.effects.check_taken_back()
+        return graph, changes, capture_mode.effects
 
 
 def _capture(
@@ -186,7 +281,9 @@ def _capture(
     aux, hosts = list[Aux](), list[HostPart | None]()
 
     own: Any = mode
-    values = DataDependence(lambda tensor: node_in(own.tracer, tensor), lambda: own.tracer.root)
+    values = DataDependence(
+        lambda tensor: node_in(own.tracer, tensor), lambda: own.tracer.root, lambda: own.tracer.graph
+    )
 
     def traced(*args: torch.Tensor) -> list[torch.Tensor]:
         own.tracer = tracer()  # for `_revive`, too

@@ -6,6 +6,7 @@ one differs is it walked again, to compare what the values are.
 
 import array
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from torch_shard._capture.provenance import is_own_file
-from torch_shard._capture.side_effects import _ABSENT, _OF_TORCH, is_record
+from torch_shard._capture.side_effects import _OF_TORCH, ABSENT, Place, is_record
 
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), range, slice, np.generic),
@@ -90,8 +91,13 @@ class Leaf:
 class Walk:
     """The values that are reached from roots."""
 
-    def __init__(self, settings: Names | None, *, functions: bool) -> None:
+    def __init__(self, settings: Names | None, *, functions: bool, without: Iterable[Place] = ()) -> None:
         self._settings, self._functions = settings, functions
+        self._without = set[tuple[int, Any]]()
+        for place in without:
+            with contextlib.suppress(LookupError, ValueError):  # what holds the value is not there now
+                self._without.add((id(place.container()), place.keys[-1]))
+        self._partly = {holder for holder, _ in self._without}
         self.values: list[tuple[str, Hashable]] = []
         """Name and value, in the order in which they were met: equal in walks that have met the same."""
         self.too_large: list[str] = []
@@ -118,8 +124,8 @@ class Walk:
         in_dicts, in_objects = self._columns
         try:
             return (
-                all(map(operator.is_, map(dict.get, *in_dicts[:2], itertools.repeat(_ABSENT)), in_dicts[2]))
-                and all(map(operator.is_, map(getattr, *in_objects[:2], itertools.repeat(_ABSENT)), in_objects[2]))
+                all(map(operator.is_, map(dict.get, *in_dicts[:2], itertools.repeat(ABSENT)), in_dicts[2]))
+                and all(map(operator.is_, map(getattr, *in_objects[:2], itertools.repeat(ABSENT)), in_objects[2]))
                 and not any(self._empty)
                 and list(map(len, self._iterables)) == self._lengths
                 and all(map(operator.is_, itertools.chain.from_iterable(self._iterables), self._items))
@@ -136,16 +142,18 @@ class Walk:
 
     def _slot(self, owner: Any, key: Any, name: str, names: Names | None) -> None:
         """Note what is found at a place, and follow it."""
-        value = owner.get(key, _ABSENT) if isinstance(owner, dict) else attribute_of(owner, key, _ABSENT)
+        if (id(owner), key) in self._without:
+            return
+        value = owner.get(key, ABSENT) if isinstance(owner, dict) else attribute_of(owner, key, ABSENT)
         noted = self._functions or not isinstance(value, FUNCTIONS)
         if noted and (id(owner), key) not in self._slots:
             self._slots[id(owner), key] = owner, key, value
-            self.values.append((name, _kind(value) or Leaf(value)))
+            self.values.append((name, self._kind(value)))
         self._visit(name, value, names)
 
     def _visit(self, name: str, value: Any, names: Names | None) -> None:
         """Follow a value that is reached."""
-        if value is _ABSENT or isinstance(value, (*_PLAIN, torch.Tensor)) or (id(value), names) in self._seen:
+        if value is ABSENT or isinstance(value, (*_PLAIN, torch.Tensor)) or (id(value), names) in self._seen:
             return
         self._seen[id(value), names] = value
         if isinstance(value, _ARRAYS):
@@ -212,8 +220,17 @@ class Walk:
                     self._slot(held, attribute, f"{name}.{attribute}", names)
                 self._slot(cls, attribute, f"{name}.{attribute}", names)
 
+    def _kind(self, value: object) -> Hashable:
+        """What is compared of a value before it is followed."""
+        if id(value) in self._partly:
+            return (type(value),)
+        return _kind(value) or Leaf(value)
+
     def _collection(self, name: str, value: Any, names: Names | None) -> None:
         """Compare the items of a container, and follow them."""
+        if id(value) in self._partly:
+            self._collection_without(name, value, names)
+            return
         parts = (value, value.values()) if isinstance(value, _DICTS) and value else (value,)
         mutable = not isinstance(value, (tuple, frozenset))
         if isinstance(value, (*_DICTS, set, frozenset)):
@@ -236,10 +253,20 @@ class Walk:
             plain = all(issubclass(kind, _PLAIN) for kind in kinds)
             if plain and not in_order:
                 items = sorted(items, key=lambda item: (str(type(item)), repr(item)))
-            self.values += [(name, _kind(item) or Leaf(item)) for item in items]
+            self.values += [(name, self._kind(item)) for item in items]
             if not plain:
                 for item in items:
                     self._visit(name, item, names)
+
+    def _collection_without(self, name: str, value: Any, names: Names | None) -> None:
+        """Compare a container but for what is left out."""
+        pairs: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, _DICTS) else enumerate(value)
+        kept = [(key, item) for key, item in pairs if (id(value), key) not in self._without]
+        self._empty.append([None])  # it is compared by walking
+        self.values.append((name, (type(value), len(kept))))
+        for key, item in kept:
+            self.values.append((f"{name}[{key!r}]", self._kind(item)))
+            self._visit(name, item, names)
 
     def _array(self, name: str, value: Any) -> None:
         """Compare the content of an array."""

@@ -74,7 +74,7 @@ _HERE = {
     "log": "logger logging_dir report_to log_dir",
     "log_every": "logging_steps log_every_n_steps log_interval",
     "loss_fn": "loss criterion compute_loss loss_func",
-    "max_new_tokens": "max_length max_tokens",
+    "max_new_tokens": "max_tokens",
     "mesh": "devices num_devices accelerator strategy num_nodes device device_mesh",
     "optimizer": "optim opt optimizers tx",
     "plan": "sharding shardings parallelize_plan tp_plan fsdp fsdp_config deepspeed sharding_plan in_shardings",
@@ -101,6 +101,10 @@ _ELSEWHERE = {
     "lr": "The optimizer has the learning rate.",
     "fp16": "float16 needs a scaler, which a step does not have: compute_dtype=torch.bfloat16 is as fast.",
     "weight_decay": "The optimizer has the weight decay.",
+    **dict.fromkeys(
+        ("collate_fn", "data_collator", "shuffle", "num_workers", "drop_last"),
+        "Give ts.Rows(dataset, batch_size=32, collate_fn=..., shuffle=..., num_workers=..., drop_last=...) as loader.",
+    ),
     "output_dir": "ts.Checkpointer(directory) has the directory; give it to fit as checkpointer=.",
 }
 _TAKERS: dict[str, list[str]] = {}

@@ -44,9 +44,20 @@ def check_number(argument: str, value: object) -> None:
 
 def check_seed(value: object) -> int:
     """Check a seed, and return it as an int."""
+    if _is_random_key(value):
+        raise TypeError(
+            f"{caller()}: seed must be an int of 32 bits, got a random key of JAX. Give the number that the key was "
+            "made of: seed=0, not seed=jax.random.key(0). Keys are made of it here."
+        )
     if not is_integer(value) or not 0 <= value <= MAX_SEED:
         raise ValueError(f"{caller()}: seed must be an int of 32 bits, from 0 to {MAX_SEED}, got {value!r}.")
     return int(value)
+
+
+def _is_random_key(value: object) -> bool:
+    """Tell whether it looks like what jax.random.key or PRNGKey gives: this file is for packages without JAX too."""
+    dtype, shape = str(getattr(value, "dtype", "")), getattr(value, "shape", None)
+    return dtype.startswith("key<") or (dtype == "uint32" and shape == (2,))
 
 
 def check_call(argument: str, value: object, *names: str, hint: str = "") -> None:
@@ -149,6 +160,15 @@ def unwrapped(module: nn.Module) -> nn.Module:
     while (held := _held_by(inner)) is not None:
         inner = held
     return inner
+
+
+def run_without_dynamo(module: nn.Module) -> None:
+    """Let what `torch.compile` made of a module run it as it is: dynamo knows no tensors of the device `jax`."""
+    inner: Any = module
+    while (held := _held_by(inner)) is not None:
+        if hasattr(inner, "_orig_mod"):
+            vars(inner)["forward"] = held.__call__
+        inner = held
 
 
 def check_module(argument: str, value: nn.Module) -> nn.Module:

@@ -15,4 +15,4 @@ from torch_shard._device.placement import (
     to_host_by_name,
 )
 from torch_shard._device.replay_rng import ReplayRNG
-from torch_shard._device.tensor import JaxTensor, to_array, wrap_array
+from torch_shard._device.tensor import JaxTensor, Source, Storage, replace_in_place, to_array, wrap_array

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Generator
+from typing import Any
 
 import torch
 from torch.utils import _pytree as torch_pytree
@@ -47,6 +49,29 @@ class DeviceModule:
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
+
+
+@contextlib.contextmanager
+def same_accelerator() -> Generator[None, None, None]:
+    """Let torch's accelerator be what it was, where the spare backend gets its name within.
+
+    `is_privateuse1_backend_registered` in c10/core/DeviceType.h asks for that name alone: to torch, a backend that has
+    one is the accelerator of the process, before CUDA, and whether or not a device of it is available. `fully_shard`,
+    `torch.get_device_module` and `DataLoader(pin_memory=True)` then take `jax` where they mean the CPU or a GPU.
+    """
+    bindings: Any = torch._C
+    if bindings._get_privateuse1_backend_name() == "jax":  # by the user's own import of torchax, or an earlier call
+        yield
+        return
+    accelerator, or_cpu = bindings._accelerator_getAccelerator(), bindings._get_accelerator()
+    yield
+
+    def get_accelerator(check: bool | None = None) -> torch.device:
+        if check and accelerator is None:
+            raise RuntimeError("Cannot access accelerator device when none is available.")  # torch's own words
+        return or_cpu
+
+    bindings._get_accelerator, bindings._accelerator_getAccelerator = get_accelerator, lambda: accelerator
 
 
 _KEY = "AutocastPrivateUse1"

@@ -16,11 +16,11 @@ from torch._decomp import decomposition_table
 from torch.utils import _pytree as torch_pytree
 from torch.utils import backend_registration
 
-from torch_shard._common.convert import to_host
 from torch_shard._common.dtypes import jax_dtype, torch_dtype
+from torch_shard._common.overrides import OPERATORS
 from torch_shard._common.random import next_key
 from torch_shard._common.types import Operator, PyTree
-from torch_shard._device.backend import FALLBACK, KERNELS, DeviceModule, register_autocast
+from torch_shard._device.backend import FALLBACK, KERNELS, DeviceModule, register_autocast, same_accelerator
 from torch_shard._device.tensor import JaxTensor, Storage, ViewStorage, to_array, wrap_array
 from torch_shard._lowering import (
     RANDOM,
@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 @functools.cache
 def runner(func: Operator) -> Callable[..., PyTree]:
     """Find how to run an operator: as a special case, as one that writes, as a view, or by its lowering alone."""
-    if func in _SPECIAL:
-        return _SPECIAL[func]
+    if (special := _SPECIAL.get(func) or OPERATORS.get(func)) is not None:
+        return special
     if func._can_decompose():  # in torch.inference_mode nothing above has taken it apart
         return func.decompose
     aliases = [a.alias_info for a in func._schema.arguments]
@@ -64,11 +64,19 @@ def _run(func: Operator, args: Sequence[PyTree], kwargs: dict) -> PyTree:
     try:
         fake = result_of(func, args, kwargs)
         exact = exact_integers(func, fake)
-        return conform(func, fake, lowering(*key, *map(exact, arrays), **options))
+        return _kept(conform(func, fake, lowering(*key, *map(exact, arrays), **options)), args)
     except NotImplementedError:
         if func in RANDOM:
             raise
         return torch_pytree.tree_map_only(torch.Tensor, to_array, _on_host(func, args, kwargs))
+
+
+def _kept(results: PyTree, args: Sequence[PyTree]) -> PyTree:
+    """Results as arrays of their own, where one may be an operand whose memory a training step takes back."""
+    for arg in torch_pytree.tree_leaves(args):
+        if isinstance(arg, JaxTensor) and arg._storage.root.source is not None:
+            results = jax.tree.map(arg._storage.keep, results)
+    return results
 
 
 def _operand(value: PyTree) -> PyTree:
@@ -90,6 +98,9 @@ def _operand(value: PyTree) -> PyTree:
 
 
 def _decompose(func: Operator, args: Sequence[PyTree], kwargs: dict) -> PyTree:
+    if func._opname.startswith("_foreach_"):  # PyTorch's kernel for any device goes through the lists
+        result = func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+        return torch_pytree.tree_map_only(torch.Tensor, to_array, result)
     rule = decomposition_table.get(func)
     result = rule(*args, **kwargs) if rule is not None else func.decompose(*args, **kwargs)
     if result is NotImplemented:
@@ -107,7 +118,7 @@ def _on_host(func: Operator, args: Sequence[PyTree], kwargs: dict) -> PyTree:
     def to_cpu(value: PyTree) -> PyTree:
         if isinstance(value, torch.device):
             return torch.device("cpu")
-        return to_host(value.jax()) if isinstance(value, JaxTensor) else value
+        return value.cpu_copy() if isinstance(value, JaxTensor) else value
 
     args, kwargs = torch_pytree.tree_map(to_cpu, (args, kwargs))
     return func(*args, **kwargs)
@@ -126,7 +137,7 @@ def _view(func: Operator, args: Sequence[PyTree], kwargs: dict) -> PyTree:
     if func is aten.detach.default or func is aten.alias.default:
         # A gradient that is a view may become `.grad` as it is, to which PyTorch adds in place.
         is_gradient = isinstance(base, ViewStorage) and torch._C._current_graph_task_id() >= 0
-        return wrap_array(base.read()) if is_gradient else JaxTensor(base)
+        return wrap_array(base.keep(base.read())) if is_gradient else JaxTensor(base)
     lowering, strided = find_lowering(func), view_of(func, base.strided, args[1:], kwargs)
     if strided is None and lowering is None:
         return _wrap(_run(func, args, kwargs))
@@ -157,6 +168,7 @@ def _write(func: Operator, args: Sequence[PyTree], kwargs: dict) -> PyTree:
     functional = _functional(func)
     if functional is None:
         return _write_on_host(func, values, written)
+    _refuse_wide_number(values, written)
     options = {k: v for k, v in kwargs.items() if k not in written}
     outs = [a.name for a in func._schema.arguments if a.is_out]
     if outs and "dtype" in (a.name for a in functional._schema.arguments):  # a sum is that of numbers of this dtype
@@ -178,6 +190,19 @@ def _refuse_lossy(result: PyTree, target: PyTree) -> None:
         return
     if not torch.can_cast(result.dtype, target.dtype):
         torch.empty(0, dtype=target.dtype).add_(torch.empty(0, dtype=result.dtype))
+
+
+def _refuse_wide_number(values: dict[str, PyTree], written: list[str]) -> None:
+    """Refuse a number of more than 32 bits for an int64 tensor that the device holds in 32."""
+    target = values[written[0]]
+    if not isinstance(target, JaxTensor) or target.dtype is not torch.int64 or jax.config.values["jax_enable_x64"]:
+        return
+    for value in values.values():
+        if type(value) is int and not -(2**31) <= value < 2**31:
+            raise OverflowError(
+                f"{value} does not fit the 32 bits in which JAX holds an int64 tensor. "
+                "jax.config.update('jax_enable_x64', True) at the start of the program keeps 64."
+            )
 
 
 def _refuse_other_shape(func: Operator, target: Any, value: Any) -> None:
@@ -209,7 +234,7 @@ def _store(target: PyTree, value: PyTree) -> None:
 def _write_on_host(func: Operator, values: dict[str, PyTree], written: list[str]) -> PyTree:
     """An operator that only writes, by PyTorch's own CPU kernel."""
     logger.warning(_RUNS_ON_HOST, func)
-    hosts = torch_pytree.tree_map_only(JaxTensor, lambda t: to_host(t.jax()), values)
+    hosts = torch_pytree.tree_map_only(JaxTensor, JaxTensor.cpu_copy, values)
     func(**hosts)
     for name in written:
         _store(values[name], torch_pytree.tree_map(to_array, hosts[name]))
@@ -263,10 +288,16 @@ def _cast(array: jax.Array, dtype: torch.dtype | None) -> jax.Array:
     return cast(array, dtype=dtype)
 
 
+def _own_array(tensor: torch.Tensor) -> jax.Array:
+    """The array of a tensor, as one that no training step takes back."""
+    array = to_array(tensor)
+    return tensor._storage.keep(array) if isinstance(tensor, JaxTensor) else array
+
+
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     if not isinstance(target, JaxTensor):
-        return target.copy_(to_host(source.jax()))  # pyright: ignore[reportAttributeAccessIssue]
-    array = _cast(to_array(source), target.dtype)
+        return target.copy_(source.cpu_copy())  # pyright: ignore[reportAttributeAccessIssue]
+    array = _cast(_own_array(source), target.dtype)
     if not isinstance(source, JaxTensor) and source.ndim and target._storage.is_written:
         array = jax.device_put(jnp.broadcast_to(array, target.shape), target.sharding)  # as load_state_dict expects
     target._storage.write(array)
@@ -279,10 +310,9 @@ def _to_copy(
 ) -> torch.Tensor:
     on_jax = torch.device(device).type == "jax" if device is not None else isinstance(x, JaxTensor)
     if not on_jax:
-        host = to_host(x.jax()) if isinstance(x, JaxTensor) else x
+        host = x.cpu_copy() if isinstance(x, JaxTensor) else x
         return host.to(device=device, dtype=dtype or host.dtype)
-    array = to_array(x)
-    result = wrap_array(_cast(array, dtype))
+    result = wrap_array(_cast(_own_array(x), dtype))
     result._moved_from = _parameter(x)
     return result
 
@@ -297,6 +327,32 @@ def _rrelu(
     return x * noise
 
 
+def _batch_norm_in_eval(*args: PyTree) -> PyTree:
+    """PyTorch says of meta tensors that statistics are saved, as on GPUs, and on the CPU none are."""
+    lowering = find_lowering(aten._native_batch_norm_legit_no_training.default)
+    assert lowering is not None
+    return _wrap(list(lowering(*map(_operand, args))))
+
+
+def _batch_norm_in_train(
+    x: JaxTensor, weight: PyTree, bias: PyTree, mean: JaxTensor, var: JaxTensor, *options: Any
+) -> PyTree:
+    """PyTorch's functional form returns the new statistics, which this one writes."""
+    lowering = find_lowering(aten._native_batch_norm_legit_functional.default)
+    assert lowering is not None
+    *results, new_mean, new_var = lowering(*map(_operand, (x, weight, bias, mean, var)), *options)
+    mean._storage.write(new_mean)
+    var._storage.write(new_var)
+    return _wrap(results)
+
+
+def _multilabel_margin_loss(x: JaxTensor, target: JaxTensor, reduction: int) -> PyTree:
+    """PyTorch's decomposition counts what stands behind the first -1, which its kernels do not."""
+    func = aten.multilabel_margin_loss_forward.default
+    results = _on_host(func, [x, target.cpu_copy().long(), reduction], {})
+    return _wrap([to_array(result) for result in results])
+
+
 def _determinant(func: Operator, x: torch.Tensor) -> PyTree:
     """PyTorch's gradient takes its factors for those of the transpose if the matrix is contiguous, as lowerings do."""
     return _wrap(_run(func, [x if x.is_contiguous() or x.is_complex() else x.mT], {}))
@@ -306,6 +362,9 @@ _SPECIAL: dict[Operator, Callable] = {
     aten.rrelu_with_noise.default: _rrelu,
     # PyTorch's own decomposition gives None, too.
     aten.batch_norm.default: lambda *args: aten.native_batch_norm.default(*args[:8])[0],
+    aten._native_batch_norm_legit_no_training.default: _batch_norm_in_eval,
+    aten._native_batch_norm_legit.default: _batch_norm_in_train,
+    aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     aten.empty.memory_format: _empty,
     aten.empty_strided.default: _empty,
     aten.empty_like.default: _empty_like,
@@ -320,7 +379,8 @@ _SPECIAL: dict[Operator, Callable] = {
 def register_device() -> None:
     """Give torch the device type `jax`. torchax registers one on import: ours takes its place."""
     JaxTensor.run_operator = staticmethod(runner)
-    import_torchax()
+    with same_accelerator():
+        import_torchax()
     del torch.jax  # pyright: ignore[reportAttributeAccessIssue]
     module: Any = DeviceModule()  # a module to torch, by its functions
     torch._register_device_module("jax", module)

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
@@ -18,21 +17,21 @@ from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import flatten, host_array, struct_of, to_host
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, named, unwrapped
-from torch_shard._device.tensor import JaxTensor, wrap_array
-from torch_shard._hosts import exchange
+from torch_shard._device.tensor import JaxTensor, whole_on_host, wrap_array
 from torch_shard._sharding import (
     Context,
+    PlanFn,
     ShardingPlan,
     Stacks,
     TensorPlaces,
     axes_of,
     check_mesh,
-    check_plan,
     describe_mesh,
     describe_spec,
     find_spec_faults,
     holdings,
     make_matcher,
+    plan_for,
     refuse_compile_only,
     refuse_hooks,
     row_sharding,
@@ -99,7 +98,7 @@ def refuse_wide(tensors: dict[str, torch.Tensor]) -> None:
 
 
 @public
-def place(model_or_tree: PyTree, mesh: Mesh, plan: ShardingPlan) -> PyTree:
+def place(model_or_tree: PyTree, mesh: Mesh, plan: ShardingPlan | PlanFn) -> PyTree:
     """Put each entry of a module or a state_dict onto its shards.
 
     One entry moves at a time, and its old storage is let go: no second copy of the model exists.
@@ -108,7 +107,8 @@ def place(model_or_tree: PyTree, mesh: Mesh, plan: ShardingPlan) -> PyTree:
         model_or_tree: A module, which is changed in place and keeps ties, `requires_grad` and non-persistent
             buffers; or a mapping of names to tensors or arrays, which is left as it is.
         mesh: The devices, with Auto axes.
-        plan: Which entry is split how; checked as a whole before anything moves.
+        plan: Which entry is split how; checked as a whole before anything moves. Or a function of `(module, mesh)`
+            that says it.
 
     Returns:
         The module; or a dict of jax-device tensors.
@@ -129,8 +129,7 @@ def place(model_or_tree: PyTree, mesh: Mesh, plan: ShardingPlan) -> PyTree:
     """
     check_kind("model_or_tree", model_or_tree, torch.nn.Module | Mapping)
     check_mesh(mesh)
-    check_plan(plan)
-    shardings = plan.resolve(model_or_tree, mesh)
+    shardings = plan_for(plan, model_or_tree, mesh).resolve(model_or_tree, mesh)
     module = unwrapped(model_or_tree) if isinstance(model_or_tree, torch.nn.Module) else None
     held: dict[str, Any] = dict(model_or_tree) if module is None else holdings(module).all  # pyright: ignore
     for name in held:
@@ -204,10 +203,7 @@ def to_cpu(value: torch.Tensor | jax.Array) -> torch.Tensor:
     array = value.jax() if isinstance(value, JaxTensor) else value
     if isinstance(array, jax.Array) and array.is_deleted():
         raise ValueError(f"{caller()}: an array of shape {array.shape} was donated to a step. Take what it returned.")
-    if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
-        exchange(lambda: None)  # no process waits forever for one that does not ask
-        array = multihost_utils.process_allgather(array, tiled=True)
-    return to_host(array)
+    return to_host(whole_on_host(array) if isinstance(array, jax.Array) else array)
 
 
 MOST = 8

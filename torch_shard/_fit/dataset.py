@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import flatten
@@ -46,8 +46,9 @@ class Rows:
             first rows of the epoch, as a `DistributedSampler` does; in an evaluation it is a smaller batch.
         num_workers: Processes that read ahead, as in a `DataLoader`; 0 reads in this one, while devices compute.
             They are started by forkserver, so what they are given must be picklable.
-        collate_fn: Makes a batch of a list of rows; by default that of a `DataLoader`. It is given the rows of one
-            process, so it pads to a length that is the same in all.
+        collate_fn: Makes a batch of a list of rows; by default that of a `DataLoader`, which takes lists of numbers
+            apart, so that these are refused. It is given the rows of one process, so it pads to a length that is the
+            same in all.
 
     Raises:
         TypeError: An argument is of the wrong kind, or the dataset has no length.
@@ -102,10 +103,35 @@ def _reader(rows: Rows, keys: Iterable[list[_Key]], seed: int) -> DataLoader[PyT
         _Seeded(rows.dataset, seed),
         batch_sampler=keys,
         num_workers=rows.num_workers,
-        collate_fn=rows.collate_fn,
+        collate_fn=rows.collate_fn or _collate,
         multiprocessing_context="forkserver" if rows.num_workers else None,
         persistent_workers=rows.num_workers > 0,
     )
+
+
+def _collate(rows: list[Any]) -> PyTree:
+    """A batch as a `DataLoader` makes it of rows; lists of numbers, which it takes apart by position, are refused."""
+    if (place := _list_of_numbers(rows[0])) is not None:
+        raise TypeError(
+            f"{caller()}: {place} of a row is a list of numbers, as tokenizers give it, of which a DataLoader makes no "
+            "tensor (rows, length) but a list of one tensor for each position. Where all are of one length, give "
+            'tensors, dataset.with_format("torch"), or ts.Rows(dataset, batch_size=32, '
+            "collate_fn=transformers.default_data_collator). Where not, pad them to one: "
+            "collate_fn=transformers.DataCollatorWithPadding(tokenizer, padding='max_length', max_length=512)."
+        )
+    return default_collate(rows)
+
+
+def _list_of_numbers(row: Any) -> str | None:
+    """Where a row holds a list of numbers, or of such lists; a row that is itself a list is its parts."""
+    parts = row.items() if isinstance(row, Mapping) else enumerate(row) if isinstance(row, list | tuple) else ()
+    for key, part in cast(Iterable[tuple[object, Any]], parts):
+        first = part
+        while isinstance(first, list) and first:
+            first = cast(Any, first[0])
+        if first is not part and isinstance(first, int | float):
+            return repr(key)
+    return None
 
 
 class _Seeded(Dataset[Any]):

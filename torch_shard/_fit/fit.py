@@ -92,8 +92,8 @@ def fit(
         predict: `predict(model, batch)`, plain torch, in eval mode: what `compute_metrics` takes of each batch of an
             evaluation, such as `(model(x), y)`.
         compute_metrics: What is no mean over batches (F1, AUROC). A function of all predictions, which gives a dict of
-            numbers: it gets what `predict` returns, joined along the rows, as CPU tensors, on each process. Or an
-            object of torchmetrics, whose `update` gets what `predict` returns for each batch.
+            numbers: it gets what `predict` returns, joined along the rows, as CPU tensors, on each process, those in 16
+            bits as float32. Or an object of torchmetrics, whose `update` gets what `predict` returns for each batch.
         checkpointer: Saves every `checkpointer.every` batches, at the end, when `SIGTERM` or `SIGINT` asks to stop, and
             when the loader or a step fails.
         log: A directory for `metrics.jsonl` and TensorBoard's event files, to which a resumed run adds. Of several

@@ -23,7 +23,7 @@ from torch_shard._hosts import Gate, PeerError
 from torch_shard._inspect import find_nan, replay, save_bad_batch
 from torch_shard._io import Checkpointer
 from torch_shard._spmd import assert_replica_integrity
-from torch_shard._state import TrainState, check_skip_grad_norm
+from torch_shard._state import TrainState, check_skip_grad_norm, present_state
 from torch_shard._train import EvalStep, ShardedBatch, TrainStep
 
 logger = logging.getLogger(__name__)
@@ -122,6 +122,7 @@ class Evaluation:
 
     def __call__(self, state: TrainState) -> dict[str, float]:
         """The means by name, in which a batch weighs as many rows as it has; each draws random numbers of its own."""
+        state = present_state(state)  # another state made of it is no model's
         found: list[dict[str, Any]] = []
         weights: list[int] = []
         if self._predictions:
@@ -225,8 +226,29 @@ class Loop:
             raise
         self._end()
         if self.position < self.settings.steps and not self.stopped:
+            self._note_stop()
             self.gate.leave(self.position)
         return self.state
+
+    def _note_stop(self) -> None:
+        """Say what is saved, and that the process leaves, where a signal has asked for that.
+
+        At level WARNING: Python shows that on stderr where nobody has set logging up. A job that was taken away leaves
+        nothing else to read.
+        """
+        signalled = self.gate.signalled
+        if signalled is None:
+            return
+        saved = "nothing is saved, without a checkpointer"
+        if self.checkpointer is not None:
+            saved = f"step {int(self.state.step)} is saved in {self.checkpointer.directory}, from which fit goes on"
+        logger.warning(
+            "fit: %s after %d of %d batches: %s. This process leaves.",
+            signalled,
+            self.position,
+            self.settings.steps,
+            saved,
+        )
 
     def _advance(self, placed: ShardedBatch) -> None:
         """Take a step, and do what is due after it."""

@@ -289,8 +289,9 @@ class Predictions:
             self._compute.reset()
 
     def add(self, state: TrainState, batch: ShardedBatch) -> None:
-        """Take up those of a batch, as CPU tensors with all its rows."""
-        found = gather(self.step(state, batch))
+        """Take up those of a batch, as CPU tensors with all its rows; what is in 16 bits as float32."""
+        # NumPy and scikit-learn, in which metrics are often written, have no bfloat16. Nothing is lost by it.
+        found = jax.tree.map(_widened, gather(self.step(state, batch)))
         if not is_metric(self._compute):
             self._batches.append(found)
         elif isinstance(found, Mapping):
@@ -300,12 +301,27 @@ class Predictions:
 
     def metrics(self) -> dict[str, float]:
         """The metrics of all of them."""
-        found = self._compute.compute() if is_metric(self._compute) else self._compute(self._all())
+        found = self._compute.compute() if is_metric(self._compute) else self._of_all()
         if isinstance(found, torch.Tensor) and is_metric(self._compute):
             found = {type(self._compute).__name__: found}
         if not isinstance(found, Mapping):
             raise TypeError(f"fit: compute_metrics must return a dict of numbers, got {type(found).__name__}.")
         return {str(name): _number(name, value) for name, value in cast(Mapping[Any, Any], found).items()}
+
+    def _of_all(self) -> object:
+        """What the function of all predictions returns; an error in it says what it was given."""
+        predictions = self._all()
+        try:
+            return self._compute(predictions)
+        except Exception as error:
+            tensors = jax.tree.leaves(predictions)
+            shown = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
+            error.add_note(
+                f"fit: compute_metrics was given what predict returns, as CPU tensors: {shown}. One that is written "
+                "in NumPy, as for transformers.Trainer, begins with logits, labels = (tensor.numpy() for tensor in "
+                "predictions)."
+            )
+            raise
 
     def _all(self) -> PyTree:
         def joined(*parts: Any) -> torch.Tensor:
@@ -320,6 +336,11 @@ class Predictions:
             return torch.cat(tensors)
 
         return jax.tree.map(joined, *self._batches)
+
+
+def _widened(leaf: Any) -> Any:
+    is_narrow = isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.bfloat16, torch.float16)
+    return leaf.float() if is_narrow else leaf
 
 
 def _number(name: object, value: Any) -> float:

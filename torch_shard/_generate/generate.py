@@ -18,7 +18,7 @@ from torch_shard._common.validate import check_count, check_kind, check_number, 
 from torch_shard._device import put
 from torch_shard._generate.decode import Decode, Loop, Prefill
 from torch_shard._sharding import ShardingPlan, holdings, make_mesh
-from torch_shard._state import TrainState, check_state
+from torch_shard._state import TrainState, check_state, present_state
 from torch_shard._train import Step, StepOptions
 
 _OF_STEPS = weakref.WeakKeyDictionary[Step, tuple[Prefill, Decode]]()
@@ -35,7 +35,8 @@ def generate(
     input_ids: torch.Tensor,
     state: TrainState | None = None,
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | None = None,
+    max_length: int | None = None,
     attention_mask: torch.Tensor | None = None,
     do_sample: bool | None = None,
     temperature: float | None = None,
@@ -61,6 +62,7 @@ def generate(
         state: A state of the step, which is only read; by default the present values of the model, which are then put
             on the mesh at each call.
         max_new_tokens: At most so many tokens follow the prompts.
+        max_length: Instead, at most so many tokens are in a row, prompt and padding included, as in transformers.
         attention_mask: (batch, time), 0 where a prompt is padded. By default where it has the padding token, as in
             transformers, if there is one that does not end a row.
         do_sample: Draw tokens by their probabilities, instead of taking the most probable. This and the following
@@ -95,7 +97,7 @@ def generate(
     _check_model(model)
     stops, pad, is_padded = _ends(model, eos_token_id, pad_token_id)
     mask = _check_prompt(model, input_ids, attention_mask, pad if is_padded else None)
-    check_count("max_new_tokens", max_new_tokens)
+    max_new_tokens = _num_new(max_new_tokens, max_length, input_ids.shape[1])
     check_kind("do_sample", do_sample, bool | None)
     config = getattr(model, "generation_config", None)
     do_sample = bool(setting(config, "do_sample", do_sample))
@@ -109,13 +111,14 @@ def generate(
     temperature = 1.0 if temperature is None else temperature
     _check_sampling(temperature, top_k, top_p)
     check_seed(seed)
-    _check_length(model, int(mask.sum(1).max()) + int(max_new_tokens))
+    _check_length(model, int(mask.sum(1).max()) + max_new_tokens)
     prefill, decode = _programs(model_or_step, mesh, plan)
     if state is None:
-        state = prefill.init()
+        state = prefill.of_model()
     check_state(state)
+    state = present_state(state)
 
-    ids, mask, num_new = _in_buckets(input_ids, mask, int(max_new_tokens), pad)
+    ids, mask, num_new = _in_buckets(input_ids, mask, max_new_tokens, pad)
     num_slots = ids.shape[1]
     positions = (mask[:, :num_slots].cumsum(1) - 1).clamp(min=0)
     first = prefill.run(state, ids, mask, positions)
@@ -141,6 +144,26 @@ def generate(
     host_mask = np.asarray(mask, np.int32)
     tokens, made = decode.run(state, first, host_mask, following, filled=num_slots, loop=loop)
     return torch.cat([input_ids, torch.from_numpy(np.array(tokens))[:, : int(made)].long()], 1)
+
+
+def _num_new(max_new_tokens: int | None, max_length: int | None, prompt_length: int) -> int:
+    """How many tokens may follow prompts of this length, by the one of the two arguments that is given."""
+    if max_length is None and max_new_tokens is not None:
+        check_count("max_new_tokens", max_new_tokens)
+        return int(max_new_tokens)
+    if max_length is None or max_new_tokens is not None:
+        number = "neither" if max_length is None else "both"
+        raise TypeError(
+            f"{caller()}: one of max_new_tokens= and max_length= is needed, got {number}. max_new_tokens=20 is without "
+            "the prompt, max_length=20 with it."
+        )
+    check_count("max_length", max_length)
+    if max_length <= prompt_length:
+        raise ValueError(
+            f"{caller()}: max_length={max_length} counts the prompts, which have {prompt_length} tokens, so that no "
+            "other can follow. Raise it, or give max_new_tokens=."
+        )
+    return int(max_length) - prompt_length
 
 
 def _in_buckets(
@@ -192,7 +215,7 @@ def _tensors_of(model: torch.nn.Module) -> tuple[object, ...]:
 
 @functools.lru_cache(maxsize=2)
 def _of_model(model: Any, mesh: Mesh | None, plan: _Same, tensors: tuple[object, ...]) -> tuple[Prefill, Decode]:
-    where = make_mesh(batch=1) if mesh is None else mesh
+    where = make_mesh(jax.devices()[:1], batch=1) if mesh is None else mesh
     how = ShardingPlan({}, default=PartitionSpec()) if plan.plan is None else plan.plan
     return _made(model, StepOptions(mesh=where, plan=_of_entries(how), scan_layers=False))
 

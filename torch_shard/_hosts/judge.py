@@ -89,16 +89,30 @@ class News:
     stops: dict[int, int | None] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """An exchange that cannot be, since some processes do not come to it.
+
+    Attributes:
+        why: For those that wait.
+        places: Where they wait: for what, after how many programs. Who comes later from another place has not missed
+            this call, but was not to make it.
+    """
+
+    why: str
+    places: list[tuple[str, int]]
+
+
 class Judge:
     """Process 0's view of a job.
 
     Attributes:
         news: For all.
-        refused: By number, why exchanges cannot be.
+        refused: By number, exchanges that cannot be.
     """
 
     def __init__(self, num: int, times: Times) -> None:
-        self.news, self.refused = News(), dict[int, str]()
+        self.news, self.refused = News(), dict[int, Refusal]()
         self._times = times
         self._seen = [Status() for _ in range(num)]
         self._heard, self._since = [0.0] * num, [0.0] * num  # of each: its last sign of life; the begin of its wait
@@ -161,7 +175,10 @@ class Judge:
             if reason is None and waited > patience:
                 reason = f"{processes(missing)} did not come within {patience:.0f} s"
             if reason is not None:
-                self.refused[number] = f"the processes do not come together: {reason}. {self._standing()}{advice}"
+                why = f"the processes do not come together: {reason}. {self._standing()}{advice}"
+                waiting_there = [status for status in self._seen if status.waits and status.waits[0] == number]
+                places = [(status.waits[1], status.runs) for status in waiting_there if status.waits]
+                self.refused[number] = Refusal(why, places)
             elif waited // self._times.notice > max(0.0, waited - elapsed) // self._times.notice:
                 text = "%s: for %.0f s this waits for %s. %s"
                 logger.warning(text, subject, waited, processes(missing), self._standing())

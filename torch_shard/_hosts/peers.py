@@ -22,7 +22,7 @@ import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from torch_shard._common.caller import caller
-from torch_shard._hosts.judge import TOGETHER, Judge, News, Status, Times, standing, waits_in
+from torch_shard._hosts.judge import TOGETHER, Judge, News, Refusal, Status, Times, standing, waits_in
 
 _TORCH_DTYPES = {
     str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)
@@ -172,10 +172,15 @@ class Peers:
         """Bring together what each process gives, in order."""
         with self._one_at_a_time:
             self.check()
-            self._number += 1
-            self.status.waits = self._number, subject, self.patience
+            place = subject, self.status.runs
+            found = None
             try:
-                found = self._gather(self._key("exchange", self._number), pack([subject, self.status.runs, data]))
+                # One that the others have given up, while this process was elsewhere, is none of its calls. Without
+                # passing it by, this process would be one exchange behind for good.
+                while found is None:
+                    self._number += 1
+                    self.status.waits = self._number, subject, self.patience
+                    found = self._gather(self._key("exchange", self._number), place, pack([*place, data]))
             except RuntimeError as error:
                 if not isinstance(error, PeerError):
                     self._lose(error)
@@ -190,26 +195,29 @@ class Peers:
             )
         return [data for *_, data in found]
 
-    def _gather(self, place: str, content: bytes) -> list[Any]:
-        """What each process gives at this place, once all have come."""
-        store, keys = self._store, [f"{place}/{rank}" for rank in range(self.num)]
+    def _gather(self, key: str, place: tuple[str, int], content: bytes) -> list[Any] | None:
+        """What each process gives under this key, once all have come; None if others gave it up from another place."""
+        store, keys = self._store, [f"{key}/{rank}" for rank in range(self.num)]
         store.set(keys[self.rank], content)
-        if store.add(f"{place}/came", 1) == self.num:
-            store.compare_set(f"{place}/all", "", pack(""))
+        if store.add(f"{key}/came", 1) == self.num:
+            store.compare_set(f"{key}/all", "", pack(None))
         pause = 0.001
-        while not store.check([f"{place}/all"]):
+        while not store.check([f"{key}/all"]):
             self.check()
             if 0 in self.ended:  # which would say of others that they do not come
                 raise PeerError(f"{caller()}: process 0 will not come: {self.ended[0]}")
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-        if fault := unpack(store.get(f"{place}/all")):
+        if (refused := unpack(store.get(f"{key}/all"))) is not None:
+            refusal = Refusal(**refused)
+            if place not in refusal.places:
+                return None
             self.told = self.told or self.failure is not None
-            raise PeerError(f"{caller()}: {fault}")
+            raise PeerError(f"{caller()}: {refusal.why}")
         found = [unpack(text) for text in store.multi_get(keys)]
-        if store.add(f"{place}/read", 1) == self.num:
-            for key in (*keys, f"{place}/came", f"{place}/all", f"{place}/read"):
-                store.delete_key(key)
+        if store.add(f"{key}/read", 1) == self.num:
+            for done in (*keys, f"{key}/came", f"{key}/all", f"{key}/read"):
+                store.delete_key(done)
         return found
 
     def check(self) -> None:
@@ -282,8 +290,8 @@ class Peers:
             texts = self._store.multi_get([self._key("of", rank) for rank in range(self.num)])
             self._judge.look([Status(**unpack(text)) for text in texts], now)
             self._store.set(self._key("news"), pack(vars(self._judge.news)))
-            for number, why in self._judge.refused.items():
-                self._store.compare_set(self._key("exchange", number, "all"), "", pack(why))
+            for number, refusal in self._judge.refused.items():
+                self._store.compare_set(self._key("exchange", number, "all"), "", pack(vars(refusal)))
         self._take(News(**unpack(self._store.get(self._key("news")))))
 
     def _take(self, news: News) -> None:

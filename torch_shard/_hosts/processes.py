@@ -260,6 +260,16 @@ class Gate:
         finally:
             restore()
 
+    @property
+    def signalled(self) -> str | None:
+        """The signal that ends the loop, and which process got it; None where a failure ends it."""
+        if self._peers is None:
+            return None if self.received is None else self.received.name
+        rank, reason = self.reason or (None, signal.SIGTERM.name)  # where JAX has heard of it
+        if reason not in [number.name for number in SIGNALS]:
+            return None
+        return reason if rank is None else f"{reason} to process {rank}"
+
     def may_run(self, position: int) -> bool:
         """Tell whether the step from this position is to be taken; then it must be."""
         if self._peers is None:
@@ -302,8 +312,8 @@ class Gate:
         """
         if self._peers is not None:
             self._peers.told = self._peers.saved = True
-        rank, reason = self.reason or (0, signal.SIGTERM.name)  # where JAX has heard of it
-        if reason not in [number.name for number in SIGNALS]:
+        if self.reason is not None and self.signalled is None:
+            rank, reason = self.reason
             raise PeerError(f"fit: process {rank} failed: {reason}. All stopped, after {position} batches.")
         if self.received is signal.SIGINT:
             raise KeyboardInterrupt

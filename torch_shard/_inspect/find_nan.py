@@ -23,7 +23,7 @@ from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._inspect.origins import Origin, Origins
 from torch_shard._loss import array_paths, flatten_batch
-from torch_shard._state import TrainState, as_arrays, check_state, global_norm
+from torch_shard._state import TrainState, as_arrays, check_state, global_norm, present_state
 from torch_shard._train import ModuleStats, Numbers, Replay, ShardedBatch, TrainStep, array_of
 
 Place = Literal["", "batch", "parameter", "buffer", "constant", "forward", "backward", "norm", "update", "step"]
@@ -163,7 +163,7 @@ def find_nan(step: TrainStep, state: TrainState, batch: PyTree) -> NanReport:
     check_kind("step", step, TrainStep, hint="make_train_step gives one.")
     check_kind("state", state, TrainState, hint="step.init(seed=0) gives one.")
     check_state(state)
-    state, placed = as_arrays(state), step.put(batch)
+    state, placed = as_arrays(present_state(state)), step.put(batch)
     out = step.gradient_step(state, placed)
     found = replay(step, state, placed)
     found = dataclasses.replace(found, loss=float(array_of(out["loss"])))

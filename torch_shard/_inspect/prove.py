@@ -24,7 +24,7 @@ from torch_shard._inspect.training import Run, Training, check_optimizers
 from torch_shard._loss import check_loss_fn
 from torch_shard._optim import adamw
 from torch_shard._plans import expert, fsdp, fsdp_tp, hsdp, pipeline, quietly, replicated, tp
-from torch_shard._sharding import LossFn, ShardingPlan, check_mesh, describe_mesh, make_mesh
+from torch_shard._sharding import LossFn, PlanFn, ShardingPlan, check_mesh, describe_mesh, make_mesh, plan_for
 from torch_shard._train import (
     Comparison,
     Difference,
@@ -40,15 +40,11 @@ from torch_shard._train import (
 MICROBATCHES = 2
 """Of plans that have stages."""
 
-Recipe = Callable[[torch.nn.Module, Mesh], ShardingPlan]
-"""Makes a plan for a model on a mesh."""
-
-
-Layout = tuple[str, Mesh, ShardingPlan | Recipe]
+Layout = tuple[str, Mesh, ShardingPlan | PlanFn]
 """The name of a plan, its devices, and the plan, or the recipe that makes it."""
 
 
-USUAL: Mapping[str, tuple[Recipe, Mapping[str, int]]] = {
+USUAL: Mapping[str, tuple[PlanFn, Mapping[str, int]]] = {
     "dp": (replicated, {"batch": 0}),
     "fsdp": (fsdp, {"batch": 0}),
     "hsdp": (hsdp, {"replica": 2, "batch": 0}),
@@ -91,7 +87,7 @@ def layouts_of(plans: PyTree, meshes: PyTree) -> list[Layout]:
     return [(name, mesh, chosen[name]) for name, mesh in pairs]
 
 
-def _plans(given: PyTree) -> Mapping[str, ShardingPlan | Recipe]:
+def _plans(given: PyTree) -> Mapping[str, ShardingPlan | PlanFn]:
     given = list(USUAL) if given is None else given
     if isinstance(given, Mapping):
         for name, plan in cast(Mapping[object, object], given).items():
@@ -101,7 +97,7 @@ def _plans(given: PyTree) -> Mapping[str, ShardingPlan | Recipe]:
                     f"{caller()}: plans[{name!r}] must be a ShardingPlan, or a function of a model and a mesh that "
                     f"makes one, such as ts.plans.fsdp; got {type(plan).__name__}."
                 )
-        return cast(Mapping[str, ShardingPlan | Recipe], given)
+        return cast(Mapping[str, ShardingPlan | PlanFn], given)
     names = [given] if isinstance(given, str) else given
     check_kind("plans", names, Sequence, hint='Plans of your own have names: {"mine": plan}.')
     if strange := [name for name in cast(Sequence[object], names) if name not in USUAL]:
@@ -252,7 +248,7 @@ def prove(
     batch: PyTree,
     *,
     meshes: Sequence[Mesh] | Mesh | None = None,
-    plans: Mapping[str, ShardingPlan | Recipe] | Sequence[str] | None = None,
+    plans: Mapping[str, ShardingPlan | PlanFn] | Sequence[str] | None = None,
     steps: int = 3,
     optimizer: optax.GradientTransformation | None = None,
     torch_optimizer: Callable[..., torch.optim.Optimizer] | None = None,
@@ -333,7 +329,7 @@ def _rows(training: Training, layouts: Sequence[Layout], *, is_usual: bool) -> t
         about = describe_mesh(mesh)
         try:
             with quietly():
-                made = plan if isinstance(plan, ShardingPlan) else plan(training.model, mesh)
+                made = plan_for(plan, training.model, mesh)
             parts = MICROBATCHES if made.pipeline else 1
             run = training.on(mesh, made, parts)
         except (ValueError, NotImplementedError) as error:

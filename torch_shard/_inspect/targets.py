@@ -1,10 +1,12 @@
 """What `torch-shard preview` and `prove` are pointed at: a file, a function, or a model of transformers."""
 
+import dataclasses
 import importlib
 import inspect
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from torch_shard._common.types import PyTree
 from torch_shard._plans import fsdp_tp
 from torch_shard._scan import Remat
 from torch_shard._sharding import LossFn
-from torch_shard._train import Step, make_train_step
+from torch_shard._train import Step, TrainStep, make_train_step
 
 NEEDED = ("model", "loss_fn", "batch", "plan", "optimizer")
 """Names that a previewed file has to define."""
@@ -86,34 +88,68 @@ def loss_with_logits(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) 
     return out.loss, {"logits": out.logits}
 
 
-def find_step(target: str, mesh: Mesh, remat: Remat | int | None = None) -> tuple[Step, PyTree]:
+def find_step(
+    target: str, choose_mesh: Callable[[Mesh | None], Mesh], remat: Remat | int | None = None
+) -> tuple[Step, PyTree]:
     """The step to be previewed, and the batch that it takes.
 
     Args:
         target: A Python file that defines `model`, `loss_fn`, `batch`, `plan` and `optimizer`; `module:function`, which
             is called with the mesh and returns a step and a batch; or the name of an example.
-        mesh: The devices.
+        choose_mesh: Gives the devices. It is called with the mesh that the file has made, if any, and when the file has
+            run: a script says first how many devices JAX is to show, which JAX does not take later.
         remat: What the backward pass computes again, where the target is no function; None for its default.
     """
-    how: dict[str, Any] = {"remat": remat or "none"}
     if target in EXAMPLES:
-        with torch.device("meta"):
-            model, batch = _of_hub(EXAMPLES, target), torch.empty(ROWS * mesh.shape["batch"], LENGTH, dtype=torch.int64)
-        loss_fn, plan, optimizer = _next_token, fsdp_tp(model, mesh), optax.adamw(3e-4)
-        how = {"remat": remat or "block", "compute_dtype": torch.bfloat16}
-    elif target.endswith(".py"):
-        found = read_file(Path(target), NEEDED)
-        model, loss_fn, batch, plan, optimizer = (found[name] for name in NEEDED)
-    else:
-        return _of_function(target, mesh)
-    return make_train_step(model, loss_fn, optimizer, mesh=mesh, plan=plan, **how), batch
+        return _of_example(target, choose_mesh(None), remat)
+    if target.endswith(".py"):
+        return _of_file(read_file(Path(target), NEEDED), choose_mesh, remat)
+    return _of_function(target, choose_mesh(None))
+
+
+def _of_example(name: str, mesh: Mesh, remat: Remat | int | None) -> tuple[Step, PyTree]:
+    with torch.device("meta"):
+        model, batch = _of_hub(EXAMPLES, name), torch.empty(ROWS * mesh.shape["batch"], LENGTH, dtype=torch.int64)
+    how: dict[str, Any] = {"remat": remat or "block", "compute_dtype": torch.bfloat16}
+    return make_train_step(model, _next_token, optax.adamw(3e-4), mesh=mesh, plan=fsdp_tp, **how), batch
+
+
+def _of_file(
+    defined: Mapping[str, Any], choose_mesh: Callable[[Mesh | None], Mesh], remat: Remat | int | None
+) -> tuple[Step, PyTree]:
+    """The script's own step, or one like it on another mesh."""
+    model, loss_fn, batch, plan, optimizer = (defined[name] for name in NEEDED)
+    step, own_mesh = defined.get("step"), defined.get("mesh")
+    mesh = choose_mesh(own_mesh if isinstance(own_mesh, Mesh) else None)
+    options: dict[str, Any] = {}
+    if isinstance(step, TrainStep):
+        if remat is None and step.mesh == mesh:
+            return step, batch
+        options = {field.name: getattr(step.options, field.name) for field in dataclasses.fields(step.options)}
+    options |= {"mesh": mesh, "plan": plan}
+    if remat is not None:
+        options["remat"] = remat
+    return make_train_step(model, loss_fn, optimizer, **options), batch
 
 
 def read_file(path: Path, needed: Sequence[str]) -> Mapping[str, Any]:
-    """What a Python file defines."""
+    """What a Python file defines, run as a script is but for what is under `if __name__ == "__main__"`."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}.")
-    found: Mapping[str, Any] = runpy.run_path(str(path))
+    arguments, sys.argv = sys.argv, [str(path)]
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        found: Mapping[str, Any] = runpy.run_path(str(path))
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        where = f"in line {lines[-1]}" if lines else "as it is read"
+        raise ValueError(
+            f"{path} fails {where}: {type(error).__name__}: {error} (What is to run in training alone, such as "
+            'step.init and the loop, belongs under if __name__ == "__main__".)'
+        ) from error
+    finally:
+        sys.path.pop(0)
+        sys.argv = arguments
     if missing := [name for name in needed if name not in found]:
         raise ValueError(f"{path} defines no {', '.join(missing)}; it has to define {', '.join(needed)}.")
     return found

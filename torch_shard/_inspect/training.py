@@ -12,12 +12,11 @@ import optax
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
-from torch_shard._capture import MetricCalls
 from torch_shard._common.caller import caller, public
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call, check_count
 from torch_shard._optim import check_optimizer
-from torch_shard._sharding import LossFn, ShardingPlan, check_mesh, make_mesh
+from torch_shard._sharding import LossFn, PlanFn, ShardingPlan, check_mesh, make_mesh, plan_for
 from torch_shard._state import TrainState
 from torch_shard._train import (
     Comparison,
@@ -66,10 +65,10 @@ class Training:
             batch_spec=self.batch_spec,
             compute_dtype=self.compute_dtype,
             accumulate_steps=accumulate_steps,
-        )
+        ).apart()
         state, found = step.init(), list[Values]()
-        # Accelerators round products of float32 by default, torch does not; metric objects count a run's own steps.
-        with jax.default_matmul_precision("highest"), MetricCalls().noted():
+        # Accelerators round products of float32 by default, torch does not.
+        with jax.default_matmul_precision("highest"):
             for batch in self.batches:
                 state, metrics = step(state, batch)
                 (kept, _) = cast(tuple[PyTree, PyTree], state.opt_state)
@@ -147,7 +146,7 @@ def compare_with_torch(
     batch: PyTree,
     *,
     mesh: Mesh,
-    plan: ShardingPlan,
+    plan: ShardingPlan | PlanFn,
     steps: int = 1,
     optimizer: optax.GradientTransformation | None = None,
     torch_optimizer: Callable[..., torch.optim.Optimizer] | None = None,
@@ -163,7 +162,7 @@ def compare_with_torch(
             mesh alone.
         batch: A pytree of CPU tensors, of global sizes.
         mesh: Devices with Auto axes, from `make_mesh`.
-        plan: Which parameter and buffer is split how, by name.
+        plan: Which parameter and buffer is split how, by name; or a function of `(model, mesh)` that says it.
         steps: How many steps to take on this batch.
         optimizer: Of optax, by default plain gradient descent with a rate of 0.01.
         torch_optimizer: Makes torch's optimiser for the same rule from a list of parameters.
@@ -189,7 +188,7 @@ def compare_with_torch(
     default = optax.sgd(1e-2), functools.partial(torch.optim.SGD, lr=1e-2)
     optimizers = check_optimizers(optimizer, torch_optimizer, default)
     training = Training(model, loss_fn, [batch] * steps, optimizers, compute_dtype, batch_spec)
-    return _compare(training, mesh, plan)
+    return _compare(training, mesh, plan_for(plan, training.model, mesh))
 
 
 def _compare(training: Training, mesh: Mesh, plan: ShardingPlan) -> Comparison:

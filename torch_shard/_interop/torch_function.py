@@ -7,8 +7,8 @@ parameters) is read anew by whoever traces: see `Closure`.
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import numpy as np
@@ -27,12 +27,14 @@ from torch_shard._capture import (
     repeating,
 )
 from torch_shard._common.axes import into_shares, manual_axes, map_together, sum_shares, vary_like, vjp_of_chosen
+from torch_shard._common.caller import caller
 from torch_shard._common.convert import Rest, Static, adopt_torch_nodes, take_out
 from torch_shard._common.dtypes import captured_dtype
 from torch_shard._common.random import Key, NeedsKey
 from torch_shard._common.types import PyTree
 from torch_shard._interop.jax_function import CLOSURE, Reader
 from torch_shard._lowering import Program, capture_settings
+from torch_shard._sharding import refuse_explicit
 
 
 class FlatFunction:
@@ -145,9 +147,12 @@ class FlatFunction:
 
     def apply(self, key: Key, *arrays: jax.Array) -> list[jax.Array]:
         """The callable as a JAX function."""
+        refuse_explicit(arrays, self.what)
         no_grad = (False,) * len(arrays)
         closure = _Tensors(self.program(arrays, no_grad).graph.closure)
-        return self.differentiable(no_grad, closure, active_regions())(key, *arrays, *CLOSURE.values(closure))
+        values = CLOSURE.values(closure)
+        refuse_explicit(values, self.what)
+        return self.differentiable(no_grad, closure, active_regions())(key, *arrays, *values)
 
     def _vjp(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> "FlatFunction":
         """`(*primals, *cotangents of the given outputs) -> gradients of the wanted primals`."""
@@ -282,6 +287,8 @@ class TorchFunction:
         self._flat: dict[object, FlatFunction] = {}
 
     def __call__(self, key: Key, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        if isinstance(self.fn, torch.nn.Module):
+            _refuse_parameters(self.fn, args)
         arrays, rest = take_out((args, kwargs), jax.Array, np.ndarray, _LikeArray)
         arrays = [jax.numpy.asarray(array) if isinstance(array, np.ndarray) else array for array in arrays]
         function, arrays = self._flat_function(rest).with_closure(arrays)
@@ -304,6 +311,21 @@ class _LikeArray(Protocol):
     """What JAX takes for an array."""
 
     def __jax_array__(self) -> jax.Array: ...
+
+
+def _refuse_parameters(module: torch.nn.Module, args: tuple[PyTree, ...]) -> None:
+    """Answer the call of those who know `apply(params, x)`, of Flax for example."""
+    if not (args and isinstance(args[0], Mapping)):
+        return
+    first = cast(Mapping[object, object], args[0])
+    parameters = {name for name, _ in module.named_parameters()}
+    if first and parameters >= first.keys() - {name for name, _ in module.named_buffers()} != set():
+        name = type(module).__name__
+        raise TypeError(
+            f"{caller()}: the first argument is a dict of parameters of {name}, and {name} is called as in torch, with "
+            "the parameters that it has. For a function of them write "
+            "lambda params, *args: torch.func.functional_call(net, params, args) in place of net."
+        )
 
 
 def _name_of(fn: Callable[..., object]) -> str:

@@ -196,7 +196,7 @@ def call_torch(fn: Callable[..., PyTree], /, *args: PyTree, key: jax.Array | Non
         >>> ts.call_torch(torch.nn.functional.relu, jnp.array([-1.0, 2.0])).tolist()
         [0.0, 2.0]
     """
-    return jax_view(fn)(*args, key=key, **kwargs)
+    return _view_of(fn).run(*args, key=key, **kwargs)
 
 
 @public
@@ -243,7 +243,7 @@ def jax_view(value: PyTree) -> PyTree:
         adopt_torch_nodes(value)
         with named("value"):
             return jax.tree.map(lambda leaf: to_array(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
-    return value if isinstance(value, _JaxView) else _JaxView(value)
+    return _view_of(value)
 
 
 class _JaxView:
@@ -257,11 +257,20 @@ class _JaxView:
         if not isinstance(fn, torch.nn.Module):
             functools.update_wrapper(self, fn)
 
+    @error_prefix("jax_view")
     def __call__(self, *args: PyTree, key: jax.Array | None = None, **kwargs: PyTree) -> PyTree:
+        return self.run(*args, key=key, **kwargs)
+
+    def run(self, *args: PyTree, key: jax.Array | None = None, **kwargs: PyTree) -> PyTree:
+        """Call it; errors begin with the name of the public function around this one."""
         _check_key(key)
         for reader in CLOSURE.readers:
             reader.has_views = True
         return self._pure(key, *args, **kwargs)
+
+
+def _view_of(fn: Callable[..., PyTree]) -> _JaxView:
+    return fn if isinstance(fn, _JaxView) else _JaxView(fn)
 
 
 def _check_key(key: object) -> None:

@@ -44,7 +44,7 @@ from torch_shard._io.manifest import (
     write_head,
 )
 from torch_shard._sharding import Stacks
-from torch_shard._state import TrainState, as_arrays
+from torch_shard._state import TrainState, as_arrays, present_state
 from torch_shard._train import TrainStep
 
 logger = logging.getLogger(__name__)
@@ -208,7 +208,7 @@ class Checkpointer:
         """
         check_kind("state", state, TrainState, hint="A step returns one.")
         self.wait()
-        state = as_arrays(state)
+        state = as_arrays(present_state(state))
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
             raise ValueError(
                 "Checkpointer: this state was donated to a step. Save it before, or save what the step returned."
@@ -337,7 +337,8 @@ class Checkpointer:
         learning rates of an optimizer of torch are those that it has now: `fit` gives it those of the checkpoint.
 
         Args:
-            train_step: Says what the state must hold, and where it is to lie. Its model may be on the meta device. Of
+            train_step: Says what the state must hold, and where it is to lie. Its model, which may be on the meta
+                device, has the values of the state from then on. Of
                 several that train parts of one model (`trainable=`), all that have taken the state.
             step: Which one; by default the newest. One that is damaged is then passed over, with a warning.
             params_only: Take parameters and buffers alone, and start anew at step 0, with the optimiser of
@@ -364,7 +365,10 @@ class Checkpointer:
         while True:
             path = self._choose(step)
             try:
-                return self._load(path, steps, params_only, seed)
+                state = self._load(path, steps, params_only, seed)
+                for each in steps:
+                    each.follow(state)
+                return state
             except Exception as error:
                 if step is not None or path.exists() or jax.process_count() > 1:
                     if isinstance(error, Unreadable | FileNotFoundError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,10 +24,12 @@ from torch_shard._device import refuse_meta, to_cpu
 from torch_shard._hosts import exchange
 from torch_shard._io.formats import DTYPES, Stored
 from torch_shard._sharding import Stacks, group_ties, holdings, unsaved_buffers
-from torch_shard._state import TrainState
+from torch_shard._state import TrainState, present_state
 
 SHARD_BYTES = 5 * 10**9
 """Size of one file by default, as Hugging Face has it."""
+
+logger = logging.getLogger(__name__)
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -189,6 +192,7 @@ def export_safetensors(
     path = check_path("path", path)
     path = check_file("path", path) if path.suffix == ".safetensors" else check_directory("path", path)
     values, structs = _collect(state)
+    _warn_of_adapters(structs)
     stored = {name: Stored(tuple(s.shape), _dtype_of(state, name, s)) for name, s in structs.items()}
     parts = split(stored, max_shard_bytes)
     tensors = (to_cpu(values[name]).detach().to(stored[name].dtype) for names in parts for name in names)
@@ -235,7 +239,7 @@ def _collect(
     elif isinstance(state, TrainState):
         if state.step.is_deleted():
             raise ValueError(f"{caller()}: this state was donated to a step. Export what the step returned.")
-        values, unsaved = state.tensors, state.unsaved
+        values, unsaved = present_state(state).tensors, state.unsaved
     elif isinstance(state, Mapping):
         values, unsaved = state, ()
     else:
@@ -255,6 +259,19 @@ def _collect(
     if odd:
         raise TypeError(f"{caller()}: files hold dense tensors, but not {', '.join(odd)}. Use .to_dense().")
     return values, written
+
+
+def _warn_of_adapters(names: Iterable[str]) -> None:
+    """Say of names that peft has given to what it wraps that only the same model, wrapped, has them."""
+    adapter = next((name for name in names if ".lora_" in name), None)
+    if adapter is not None:
+        logger.warning(
+            "export_safetensors: the names are those of peft around the model (%s): ts.load_safetensors reads them "
+            "into a model that is wrapped likewise, but from_pretrained finds none of its own and begins with new "
+            "weights. The adapter is written by model.save_pretrained(path), the whole model by "
+            "ts.export_safetensors(step.export(state).merge_and_unload(), path).",
+            adapter,
+        )
 
 
 def _is_text(name: str) -> bool:

@@ -22,11 +22,12 @@ from torch_shard._io.formats import Index, TensorFile, held_tensors, open_safete
 from torch_shard._io.match import Allowed, Match, Rename, TargetEntry
 from torch_shard._io.training import Restoring, open_training
 from torch_shard._sharding import (
+    PlanFn,
     ShardingPlan,
     TensorPlaces,
     check_mesh,
-    check_plan,
     holdings,
+    plan_for,
     refuse_hooks,
     refuse_load_hooks,
 )
@@ -39,7 +40,7 @@ def load_safetensors(
     path: Source,
     model_or_names: torch.nn.Module | Mapping[str, PyTree],
     mesh: Mesh,
-    plan: ShardingPlan,
+    plan: ShardingPlan | PlanFn,
     *,
     rename: Rename | None = None,
     dtype: torch.dtype | None = None,
@@ -59,7 +60,7 @@ def load_safetensors(
             anything with shape and dtype. The file may have any of the names of a tie; if it has several, they must
             be equal to the bit.
         mesh: The devices, with Auto axes.
-        plan: Which entry is split how, as for `place`.
+        plan: Which entry is split how, as for `place`, or a function of `(model, mesh)`.
         rename: What a name of the file is in the model, as a dict (other names stay) or a function; None drops it.
         dtype: What floating-point entries become, slice by slice, such as `torch.bfloat16`. Without it, file and model
             must agree (64-bit integers are 32-bit in JAX unless `jax_enable_x64` is on). Non-persistent buffers keep
@@ -100,7 +101,7 @@ def load_torch(
     path: Source | Mapping[str, torch.Tensor],
     model_or_names: torch.nn.Module | Mapping[str, PyTree],
     mesh: Mesh,
-    plan: ShardingPlan,
+    plan: ShardingPlan | PlanFn,
     *,
     rename: Rename | None = None,
     dtype: torch.dtype | None = None,
@@ -120,7 +121,7 @@ def load_torch(
         model_or_names: A module on any device, the meta device too, which is filled in place and keeps ties,
             `requires_grad` and non-persistent buffers; or a mapping from names to anything with shape and dtype.
         mesh: The devices, with Auto axes.
-        plan: Which entry is split how, as for `place`.
+        plan: Which entry is split how, as for `place`, or a function of `(model, mesh)`.
         rename: What a name of the file is in the model, as a dict (other names stay) or a function; None drops it.
         dtype: What floating-point entries become, slice by slice, such as `torch.bfloat16`. Without it, file and model
             must agree. Non-persistent buffers keep theirs.
@@ -181,7 +182,7 @@ class _Loader:
         target: torch.nn.Module | Mapping[str, PyTree],
         *,
         mesh: Mesh,
-        plan: ShardingPlan,
+        plan: ShardingPlan | PlanFn,
         dtype: torch.dtype | None,
     ) -> None:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -189,8 +190,8 @@ class _Loader:
                 f"{caller()}: dtype must be a floating-point torch.dtype such as torch.bfloat16, got {dtype}."
             )
         check_mesh(mesh)
-        check_plan(plan)
         check_kind("model_or_names", target, torch.nn.Module | Mapping)
+        plan = plan_for(plan, target, mesh)
         if isinstance(target, torch.nn.Module):
             refuse_hooks(target)
             refuse_load_hooks(target)

@@ -20,6 +20,7 @@ from torch_shard._loss.program import LossProgram
 from torch_shard._lowering import OverContext, RowSplit, capture_settings, refuse_change
 from torch_shard._scan import CapturedLayers, capture_layers
 from torch_shard._sharding import LossFn, gradient_hooks, holdings, memory_span
+from torch_shard._state import live_model
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +41,12 @@ class _LossCapture:
         """Capture it, for what the host has of the batch and of buffers."""
         what = self._what()
         model, joint = self.source.model, JointLoss(self.source, self.signature, host)
-        reads = Reads(self.source.loss_fn, restore=True)
+        reads, places = Reads(self.source.loss_fn, restore=True), ()
         try:
             layers = capture_with(host, lambda: self._layers(joint, reads, what))
+            places = layers[0].graph.effects.unread_places
         finally:  # a dict that was asked for a parameter may have raised
-            reads.refuse_identity(guard := reads.guard(), holdings(model).all, what)
+            reads.refuse_identity(guard := reads.guard(places), holdings(model).all, what)
         captured = CapturedLoss(layers, model, guard, self.look_again)
         program = LossProgram.of(captured, None)
         _refuse_aliases(program, model, what)
@@ -70,6 +72,7 @@ class _LossCapture:
         """Capture it once more, as a program of it is about to run again."""
         again = self.run(host)
         if captured.is_same(again):
+            captured.take_effects(again)
             return
         refuse_change(*JointLoss(self.source, self.signature, host)(None), self._what(), captured.difference(again))
 
@@ -129,7 +132,9 @@ def _refuse_aliases(program: LossProgram, model: torch.nn.Module, what: str) -> 
     """Refuse tensors beside a model's own that lie in the memory of what changes."""
     held = holdings(model)
     changing = {name: held.all[name] for name in (*(program.grads or held.trainable), *program.written)}
-    spans = [(name, tensor, span) for name, tensor in changing.items() if (span := memory_span(tensor))]
+    before = live_model(model).memory_of_before
+    pairs = ((name, tensor, memory_span(tensor) or before.get(name)) for name, tensor in changing.items())
+    spans = [(name, tensor, span) for name, tensor, span in pairs if span is not None]
     found = [
         f"  {variable}, {tuple(value.shape)}, in that of {name}, {tuple(tensor.shape)}"
         for variable, value in program.captured.outside

@@ -45,7 +45,8 @@ class CapturedLoss:
         self.others: ModuleFlags = tuple((ref, flag) for ref, flag in self.program.graph.modules if ref() not in own)
         modules = dict(cast(Iterable[tuple[str, torch.nn.Module]], model.named_modules()))
         modules |= {f"{type(m).__name__} ({id(m)})": m for ref, _ in self.others if (m := ref()) is not None}
-        self._attributes = Guard(module_roots(modules.items(), model))
+        self.effects = self.program.graph.effects
+        self._attributes = Guard(module_roots(modules.items(), model), without=self.effects.unread_places)
         self._reads, self._look_again = reads, look_again
 
     @functools.cached_property
@@ -73,13 +74,21 @@ class CapturedLoss:
         return self._reads.names("type")
 
     def is_same(self, other: "CapturedLoss") -> bool:
-        """Tell whether another capture is the same program."""
-        return self.outline.is_same(other.outline)
+        """Tell whether another capture is the same program, after which the same is done."""
+        return self.outline.is_same(other.outline) and self.effects.agreed(other.effects) is not None
+
+    def take_effects(self, other: "CapturedLoss") -> None:
+        """Do after a step what another capture says of the same: it may know better which numbers are old ones."""
+        agreed = self.effects.agreed(other.effects)
+        assert agreed is not None
+        self.effects = agreed
 
     def outdated(self) -> str | None:
         """Say what has changed since the capture, of all that the signature does not tell; None if nothing has."""
         if not flags_hold(self.others):
             return "a module beside the model was switched between train() and eval()"
+        if (name := self.effects.outdated()) is not None:
+            return f"{name}, where it keeps a number of each step, was taken away or made anew"
         if (name := self._attributes.changed()) is not None:
             return f"the attribute {name} has another value"
         name = self._reads.changed()

@@ -142,7 +142,6 @@ def outline_of_loss(graph: Captured[LossShape], calls: Mapping[int, Call], other
     about = (
         *(tuple(part) for part in (shape.inputs, shape.grads, shape.buffers, shape.without_grad)),
         shape.metrics,
-        tuple(call.key for call in shape.calls),
         tuple((id(ref()), flag) for ref, flag in others),
         tuple((name, bits_of(value), persistent) for name, value, persistent in made_buffers(graph.changed)),
         tuple(map(id, graph.graded)),

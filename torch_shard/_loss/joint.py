@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from torch_shard._capture import (
+    Effects,
     HostInputs,
-    MetricCall,
-    MetricCalls,
     Precision,
     Spec,
     TensorFn,
@@ -24,7 +23,7 @@ from torch_shard._common.caller import caller
 from torch_shard._common.convert import flatten
 from torch_shard._loss.activations import Activations
 from torch_shard._loss.batch import BatchSignature
-from torch_shard._loss.result import as_metric, for_objects, split_loss
+from torch_shard._loss.result import as_metric, for_effects, split_loss
 from torch_shard._lowering import OverContext
 from torch_shard._scan import Bundle, GraphInput, LayerInterceptor, LayerOptions, graph_inputs
 from torch_shard._sharding import Holdings, LossFn, ResolvedPlan, entry_places, holdings, marked_like
@@ -40,7 +39,6 @@ class LossShape:
     grads: list[GraphInput]
     buffers: list[str]
     metrics: object
-    calls: list[MetricCall]
     without_grad: tuple[GraphInput, ...]
 
 
@@ -151,18 +149,22 @@ class JointLoss:
         for name, hooks in self._hooks.items() if trains else ():
             for hook in hooks:
                 leaves[name].register_hook(hook)
-        with self._source.precision.active("jax"), (objects := MetricCalls()).noted():
-            out = self._source.loss_fn(self._source.model, self._signature.rebuild(batch))
-        if check:  # now that the user's code has run
-            check()
-        if self._activations:
-            self._activations.check(all_met=trains)
-        loss, named = split_loss(out)
-        found, tree = flatten({**named, **for_objects(objects.tensors)})
+        with (effects := Effects()).active():
+            with self._source.precision.active("jax"):
+                out = self._source.loss_fn(self._source.model, self._signature.rebuild(batch))
+            if check:  # now that the user's code has run
+                check()
+            if self._activations:
+                self._activations.check(all_met=trains)
+            loss, named = split_loss(out)
+            named = {name: effects.as_tensors(metric) for name, metric in named.items()}
+            del out  # it may have numbers that are not kept
+            grads, without = self._gradients(loss, leaves) if trains else ([], ())  # whose hooks may keep numbers, too
+        effects.plan()
+        found, tree = flatten({**named, **for_effects(effects.tensors())})
         metrics = list(map(as_metric, found))
-        grads, without = self._gradients(loss, leaves) if trains else ([], ())
         outputs = [loss.detach(), *grads, *(buffer.detach() for buffer in self._buffers()), *metrics]
-        return outputs, LossShape(list(given), list(leaves), list(held.buffers), tree, objects.calls, without)
+        return outputs, LossShape(list(given), list(leaves), list(held.buffers), tree, without)
 
     def _buffers(self) -> list[torch.Tensor]:
         """The buffers as forward left them."""

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torch_shard._capture import HostPart, MetricCall, Mismatch
+from torch_shard._capture import HostPart, Mismatch
 from torch_shard._common.caller import caller
 from torch_shard._common.fx import outputs_of
 from torch_shard._common.random import Key
@@ -164,6 +164,9 @@ class LossProgram:
         is_asked = self.answers.num and other.answers.num
         if not is_asked or (found := outline.differences(theirs)) is None:
             return None
+        if self.captured.effects.agreed(other.captured.effects) is None:
+            return None
+        self.captured.take_effects(other.captured)
         answers, program = self.answers.wider(outline, found), self
         if answers is not self.answers:
             graph = self.captured.program.carrying(answers.kinds)
@@ -248,11 +251,6 @@ class LossProgram:
     def grads(self) -> list[str]:
         """Parameters that `run` gives gradients of."""
         return [name for given in self.program.graph.aux.grads for name in names_of(given)]
-
-    @property
-    def calls(self) -> list[MetricCall]:
-        """What metric objects are to be given after each run, in order."""
-        return self.program.graph.aux.calls
 
     @property
     def buffers(self) -> list[str]:

@@ -1,16 +1,14 @@
 """What a loss function may return: a loss, a loss with metrics, or a mapping or record of both; metric objects."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
-import jax
 import numpy as np
 import torch
 
-from torch_shard._capture import MetricCall
+from torch_shard._capture import LateNumber
 from torch_shard._common.caller import caller
-from torch_shard._common.convert import to_host
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call
 
@@ -28,6 +26,8 @@ def split_loss(out: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
     is_pair = len(pair) == 2 and isinstance(pair[1], dict)
     entries = None if is_pair else _entries(out)
     loss, metrics = cast(tuple[PyTree, dict[str, PyTree]], pair if is_pair else (out, {}))
+    if type(loss) is LateNumber:
+        loss = loss.value  # which says that it has none
     if entries is not None:
         loss, metrics = entries.get("loss"), _scalars(entries)
     if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point()):
@@ -104,20 +104,10 @@ def check_loss_fn(loss_fn: object) -> None:
         )
 
 
-CALLS = "calls of metric objects"
-"""The name of the metric that is what they are to be given."""
+EFFECTS = "tensors of effects"
+"""The name of the metric that has the tensors for what is done after a step."""
 
 
-def for_objects(tensors: Sequence[Sequence[torch.Tensor]]) -> dict[str, PyTree]:
-    """The tensors of calls as a metric, each with a leading dim of one: microbatches are not to be averaged."""
-    return {CALLS: [[tensor[None] for tensor in call] for call in tensors]} if tensors else {}
-
-
-def update_objects(calls: Sequence[MetricCall], metrics: dict[str, PyTree], num_microbatches: int) -> None:
-    """Make the calls, in order, with what a step has given, and take that out of its metrics."""
-    given: list[list[jax.Array]] = metrics.pop(CALLS, [])
-    leading = 1 if num_microbatches > 1 else 0  # the last of the leading dims
-    hosts = [[to_host(array).flatten(0, leading) for array in arrays] for arrays in given]
-    for index in range(num_microbatches):
-        for call, tensors in zip(calls, hosts, strict=True):
-            call.update([tensor[index] for tensor in tensors])
+def for_effects(tensors: Mapping[int, torch.Tensor]) -> dict[str, PyTree]:
+    """Tensors of effects as a metric, each with a leading dim of one: microbatches are not to be averaged."""
+    return {EFFECTS: {str(position): tensor[None] for position, tensor in tensors.items()}} if tensors else {}

@@ -73,7 +73,7 @@ class Program(Generic[Aux]):
         self._again = (fn, specs, what) if looks else None
         self._looks = Looks()
         try:
-            self.graph: Captured[Aux] = capture(fn, specs, keep=keeps_whole)
+            self.graph: Captured[Aux] = capture(fn, specs, keep=keeps_whole, code=self._code)
         except Exception as error:
             config: Any = jax.config
             if config.jax_traceback_filtering != "off" and not is_capturing():

@@ -2,7 +2,7 @@
 
 from torch_shard._optim.by_name import run_by_name
 from torch_shard._optim.from_torch import TorchOptimizer
-from torch_shard._optim.known import check_optimizer, in_optimizer
+from torch_shard._optim.known import check_optimizer, in_optimizer, refuse_eager_step, refuse_line_search
 from torch_shard._optim.moments import (
     check_moments,
     init_narrow,

@@ -7,7 +7,9 @@
 import copy
 import dataclasses
 import functools
+import itertools
 import logging
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -67,7 +69,6 @@ class TorchOptimizer:
         groups = ((n, number) for number, own in enumerate(self._members) for n in own if n in trained)
         self._group_of = dict(sorted(groups))  # another order of the groups takes up the same states
         self.names = tuple(self._group_of)
-        self._adopted = optimizer.state
         self._flags = [self.rule.flags(group) for group in optimizer.param_groups]
         self._shape = self._present_shape()
         self._values: list[list[float]] = []
@@ -118,23 +119,6 @@ class TorchOptimizer:
         """The parameters of the optimizer in torch's order, with their names."""
         for group, names in zip(self.optimizer.param_groups, self._members, strict=True):
             yield from zip(group["params"], names, strict=True)
-
-    def refuse_loaded(self, state: TorchOptState, values: Mapping[str, torch.Tensor]) -> None:
-        """Refuse a state that was loaded into the optimizer in torch, and is not that of the run.
-
-        Raises:
-            ValueError: `optimizer.load_state_dict` was called, with other moments than these.
-        """
-        if self.optimizer.state is self._adopted:
-            return
-        found = self.load(values)
-        if found is None or not _are_equal(found, state, counts=self.rule.counts):
-            raise ValueError(
-                f"{caller()}: a state was loaded into the optimizer (load_state_dict) after step.init, and the state "
-                "of this run has other moments. Call step.init() after it, and train on with what that returns; with "
-                "a checkpoint, optimizer.load_state_dict(step.export_optimizer(state))."
-            )
-        self._adopted = self.optimizer.state
 
     # What is read of torch at each step
 
@@ -242,13 +226,12 @@ class TorchOptimizer:
 
     # To torch and back
 
-    def adopt(self, values: Mapping[str, Any]) -> TorchOptState | None:
-        """The same as `load`, for a run to go on with."""
-        self._adopted = self.optimizer.state
-        return self.load(values)
-
     def load(self, values: Mapping[str, Any]) -> TorchOptState | None:
-        """The state that the optimizer has in torch, by the names of parameters; None if it has not stepped."""
+        """The state that the optimizer has in torch, for a run to go on with; None if it has none.
+
+        Args:
+            values: Parameters by name, of which shapes are read.
+        """
         found = {name: self.optimizer.state.get(p, {}) for p, name in self._named() if name in self._group_of}
         if not any(found.values()):
             return None
@@ -263,6 +246,46 @@ class TorchOptimizer:
             for slot, by_name in fresh.slots.items()
         }
         return TorchOptState(taken, kept, slots)  # pyright: ignore[reportArgumentType]  (host values, to be placed)
+
+    def show(self, names: Collection[str], shown: Callable[[str, str, torch.Tensor], torch.Tensor]) -> None:
+        """Put tensors that show a run's state where torch keeps the state of parameters.
+
+        Args:
+            names: Of the parameters that have a state; others of this optimizer's have none then.
+            shown: Gives the tensor for a key of torch's (`step`, `exp_avg`), the name of the parameter, and a tensor
+                on the meta device of the shape and dtype that it has in torch.
+        """
+        params = {name: param for param, name in self._named() if name in self._group_of}
+        structs = jax.eval_shape(self.init, {name: struct_of(param) for name, param in params.items()})
+        number = torch.empty((), dtype=torch.get_default_dtype(), device="meta")
+        for name, param in params.items():
+            tensors: dict[str, torch.Tensor] = {}
+            if name in names:
+                keys = (*(("step",) if self.rule.counts else ()), *self.rule.kept)
+                tensors = {key: shown(key, name, number) for key in keys}
+                for slot, by_name in structs.slots.items():
+                    if name in by_name:
+                        like = torch.empty(by_name[name].shape, dtype=param.dtype, device="meta")
+                        tensors[slot] = shown(slot, name, like)
+            if tensors:
+                self.optimizer.state[param] = tensors
+            else:
+                self.optimizer.state.pop(param, None)
+
+    @property
+    def tensors(self) -> list[Any]:
+        """What torch keeps of all parameters, in order."""
+        values = map(operator.methodcaller("values"), self.optimizer.state.values())
+        return list(itertools.chain.from_iterable(values))
+
+    def names_updated(self, state: TorchOptState) -> list[str]:
+        """The parameters that have a state in torch, where this is the run's."""
+        taken = np.asarray(state.taken)
+        return [name for name, steps in zip(self._group_of, taken, strict=True) if steps or self.rule.from_start]
+
+    def names_with_state(self) -> frozenset[str]:
+        """The parameters that have a state in torch."""
+        return frozenset(name for param, name in self._named() if self.optimizer.state.get(param))
 
     def state_dict(self, state: TorchOptState) -> dict[str, Any]:
         """The state and the groups as `optimizer.state_dict()` has them: by number, in torch's order, on the CPU."""
@@ -313,21 +336,6 @@ class TorchOptimizer:
         return {name: jnp.asarray(host_array(copy.detach())) for name, copy in copies.items()}
 
 
-def _are_equal(found: TorchOptState, state: TorchOptState, *, counts: bool) -> bool:
-    """Tell whether a state from torch is that of a run; not all optimizers of torch count steps."""
-    most = np.iinfo(np.int32).max if counts else 1
-    leaves = [(np.minimum(own.taken, most), jax.tree.map(np.asarray, own.kept)) for own in (found, state)]
-    numbers = zip(*(jax.tree.leaves(own) for own in leaves), strict=True)
-    if not all(np.array_equal(a, b) for a, b in numbers):
-        return False
-    pairs = [(s, n) for s, by_name in found.slots.items() for n in by_name]
-    return all(torch.equal(_on_host(found.slots[s][n]), to_host(state.slots[s][n])) for s, n in pairs)
-
-
 def _steps_of(state: Mapping[str, Any]) -> float:
     """How many steps torch has taken with a parameter; 1 or more of an optimizer that does not count."""
     return float(state["step"]) if "step" in state else float(bool(state))
-
-
-def _on_host(value: Any) -> torch.Tensor:
-    return value.cpu() if isinstance(value, torch.Tensor) else torch.from_numpy(np.asarray(value))

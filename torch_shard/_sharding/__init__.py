@@ -16,12 +16,12 @@ from torch_shard._sharding.entries import (
     memory_span,
     named_tensors,
     place_of,
+    put_into_scripted,
     refuse_hooks,
     refuse_load_hooks,
     shared_memory,
     shared_storage,
     tied_names,
-    to_meta,
     unsaved_buffers,
     with_values,
 )
@@ -47,10 +47,12 @@ from torch_shard._sharding.mesh import (
     has_three_axes,
     make_mesh,
     refuse_compile_only,
+    refuse_explicit,
     slices_of,
+    within_topology,
 )
 from torch_shard._sharding.pipeline import Context, ContextMode, Pipeline, Schedule, Stages
-from torch_shard._sharding.plan import ShardingPlan, check_plan, in_form_of
+from torch_shard._sharding.plan import PlanFn, ShardingPlan, check_plan, in_form_of, plan_for
 from torch_shard._sharding.resolved import ResolvedEntry, ResolvedPlan
 from torch_shard._sharding.stack_rows import row_sharding, stack_sharding, take_row
 from torch_shard._sharding.stacked import (

@@ -9,7 +9,7 @@ import itertools
 import operator
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -150,6 +150,7 @@ def with_values(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Mod
     with torch.no_grad():  # else the parameters of scripted modules are no leaves
         copied = copy.deepcopy(module, memo)
     found = named_tensors(copied)
+    of_copy = dict(cast(Iterator[tuple[str, nn.Module]], copied.named_modules()))
     for name, tensor in named_tensors(module).items():  # a `__deepcopy__` of its own may not ask for what is here
         value, there = cast(torch.Tensor, memo[id(tensor)]), found.get(name)
         if there is None or there is tensor:
@@ -158,18 +159,40 @@ def with_values(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Mod
                 + (f"without {name}" if there is None else f"that shares {name} with it")
                 + ", by a __deepcopy__ that is not PyTorch's own. Let it copy parameters and buffers, or delete it."
             )
-        if there is not value and not value.is_meta:
+        if there is value or value.is_meta:
+            continue
+        if there.device == value.device:
             there.data.copy_(value)
-            there.requires_grad_(tensor.requires_grad)
+        else:
+            there.data = value
+            put_into_scripted(of_copy, name, there)
+        there.requires_grad_(tensor.requires_grad)
     modules = dict(cast(Iterator[tuple[str, nn.Module]], module.named_modules()))
-    for name, m in cast(Iterator[tuple[str, nn.Module]], copied.named_modules()):
+    for name, m in of_copy.items():
         m.training = modules.get(name, m).training
     return copied
 
 
+def put_into_scripted(modules: Mapping[str, nn.Module], name: str, tensor: torch.Tensor) -> None:
+    """Put a tensor where a scripted module has an entry: it holds tensors of C++, not the objects of Python.
+
+    Args:
+        modules: All modules by path, of which some may be scripted; in others nothing changes.
+        name: Of the entry.
+        tensor: Of any device.
+    """
+    path, _, leaf = name.rpartition(".")
+    owner: Any = modules[path]
+    if isinstance(owner, torch.jit.ScriptModule):
+        setattr(owner, leaf, tensor)
+
+
 def gradient_hooks(params: Iterable[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     """The hooks on the gradients of parameters, by the numbers that torch gives them; each hook has its own."""
-    hooks = map(operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks"), params)
+    with torch._C.DisableTorchFunctionSubclass():  # which costs a call of Python for each attribute
+        hooks = list(map(operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks"), params))
+    if not any(map(any, hooks)):
+        return ()
     return tuple((at, *(found[0] or ()), *(found[1] or ())) for at, found in enumerate(hooks) if any(found))
 
 
@@ -262,15 +285,9 @@ def place_of(module: nn.Module, name: str) -> tuple[dict[str, torch.Tensor | Non
 
 # What fakes and tensors of the jax device keep for themselves; the rest are marks of the user's, for optimisers say.
 _OF_TENSORS = re.compile(
-    r"_storage|_moved_from|_jax_counterpart|_is_param|_?fake_device|fake_mode|constant|real_tensor|pytype"
+    r"_storage|_same_as|_original|_moved_from|_jax_counterpart|_is_param|_?fake_device|fake_mode|constant|real_tensor|pytype"
     r"|dispatch_keys|_\w+_memo(_vc|_epoch)?"
 )
-
-
-def to_meta(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
-    """Leave the shape of an entry in its places; returns what is there now."""
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return TensorPlaces(module).replace([(tensor, empty)])[0]
 
 
 def _tensors_in(value: PyTree) -> Iterator[torch.Tensor]:

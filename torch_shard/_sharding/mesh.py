@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import contextvars
 import difflib
+import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -21,6 +24,8 @@ from torch_shard._common.types import Device
 from torch_shard._hosts import check_started
 from torch_shard._sharding.topology import is_compile_only, topology_devices
 
+logger = logging.getLogger(__name__)
+
 
 @public
 def make_mesh(
@@ -32,7 +37,8 @@ def make_mesh(
 ) -> Mesh:
     """Lay devices out as a mesh with named axes, in the order given.
 
-    Uses the first devices, as many as the product of the sizes; the others stay idle.
+    Uses the first devices, as many as the product of the sizes. The others stay idle, which a warning says where
+    `devices` are not given.
 
     Args:
         devices: The devices to choose from. By default all that JAX sees.
@@ -59,6 +65,8 @@ def make_mesh(
         {'batch': 4, 'model': 2}
     """
     _check_sizes(axis_sizes)
+    if devices is None and topology is None:
+        topology = _TOPOLOGY.get()
     available = _available(devices, topology, num_slices)
     sizes = _fill_in(axis_sizes, len(available))
     required = math.prod(sizes)
@@ -75,6 +83,15 @@ def make_mesh(
             f'jax.config.update("jax_num_cpu_devices", {required}) before JAX starts '
             "(with JAX_PLATFORMS=cpu where JAX sees accelerators)."
         )
+    if required < len(available) and devices is None and topology is None:
+        logger.warning(
+            "make_mesh: (%s) takes %d of the %d devices, and the others stay idle. A size of -1 takes all that are "
+            "left; where so few are meant, devices=jax.devices()[:%d] says so.",
+            _join(axis_sizes),
+            required,
+            len(available),
+            required,
+        )
     try:
         return _laid_out(sizes, tuple(axis_sizes), available[:required])
     except AssertionError as error:  # JAX's, of devices that are no box of the machine
@@ -82,6 +99,19 @@ def make_mesh(
             f"make_mesh: {_join(axis_sizes)} takes {required} of {len(available)} devices, which JAX cannot lay out on "
             f"such a machine. Choose sizes whose product is {len(available)}, or give devices= yourself."
         ) from error
+
+
+_TOPOLOGY = contextvars.ContextVar[str | None]("topology", default=None)
+
+
+@contextlib.contextmanager
+def within_topology(topology: str | None) -> Generator[None, None, None]:
+    """Let `make_mesh` take the devices of this topology, where it is given none: in a script that is previewed."""
+    token = _TOPOLOGY.set(topology)
+    try:
+        yield
+    finally:
+        _TOPOLOGY.reset(token)
 
 
 def _available(devices: object, topology: str | None, num_slices: int | None) -> list[Device]:
@@ -157,15 +187,38 @@ def check_mesh(mesh: object) -> Mesh:
             "Build one with torch_shard.make_mesh(batch=4, model=2)."
         )
     if foreign := _not_auto(mesh):
-        raise ValueError(
-            f"{caller()}: every mesh axis must be Auto, so that XLA may choose the shardings inside a step, "
-            f"but {', '.join(foreign)}. jax.make_mesh gives Explicit axes by default: build the mesh with "
-            f"torch_shard.make_mesh{describe_mesh(mesh)} "
-            f"or pass axis_types=(AxisType.Auto,) * {len(mesh.axis_names)}."
-        )
+        raise ValueError(_must_be_auto(mesh, "a step", foreign))
     if not is_compile_only(mesh.devices.flat[0]):
         check_started()
     return mesh
+
+
+def refuse_explicit(arrays: Iterable[object], what: str) -> None:
+    """Refuse arrays on a mesh whose axes are Explicit: then JAX asks each operator for the sharding of its result.
+
+    Args:
+        arrays: In a trace or not.
+        what: The torch callable that takes them.
+    """
+    for array in arrays:
+        if not isinstance(array, jax.Array):
+            continue
+        mesh = jax.typeof(array).sharding.mesh
+        if AxisType.Explicit in mesh.axis_types:
+            explicit = [axis for axis in _not_auto(mesh) if axis.endswith(AxisType.Explicit.name)]
+            raise ValueError(
+                f"{_must_be_auto(mesh, what, explicit)} Or let XLA choose there alone, and say how the results lie: "
+                "jax.sharding.auto_axes(ts.jax_view(fn), out_sharding=P())."
+            )
+
+
+def _must_be_auto(mesh: Mesh | AbstractMesh, what: str, foreign: Sequence[str]) -> str:
+    return (
+        f"{caller()}: every mesh axis must be Auto, so that XLA may choose the shardings inside {what}, "
+        f"but {', '.join(foreign)}. jax.make_mesh gives Explicit axes by default: build the mesh with "
+        f"torch_shard.make_mesh{describe_mesh(mesh)} "
+        f"or pass axis_types=(AxisType.Auto,) * {len(mesh.axis_names)}."
+    )
 
 
 def _not_auto(mesh: Mesh | AbstractMesh) -> list[str]:
@@ -216,7 +269,7 @@ def find_spec_faults(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) ->
     return faults or [_indivisible(spec, shape, dim, mesh) for dim in _find_uneven(spec, shape, mesh)]
 
 
-def describe_mesh(mesh: Mesh) -> str:
+def describe_mesh(mesh: Mesh | AbstractMesh) -> str:
     """Write a mesh's axes and sizes for tables and errors, as in `(batch=4, model=2)`."""
     return f"({_join(mesh.shape)})"
 

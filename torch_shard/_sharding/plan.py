@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch_shard._common.caller import public
 from torch_shard._common.printed import InNotebooks
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_kind, unwrapped
+from torch_shard._common.validate import check_call, check_kind, unwrapped
 from torch_shard._sharding.activations import Constraint, find_type_fault, make_matcher, resolve_activations
 from torch_shard._sharding.entries import group_ties, named_tensors
 from torch_shard._sharding.forms import Form, Padded, Pieces, kernel_forms
@@ -404,9 +404,46 @@ def _count(items: Sized, noun: str) -> str:
     return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
 
 
+PlanFn: TypeAlias = Callable[[torch.nn.Module, Mesh], ShardingPlan]
+"""Makes a plan for a model on a mesh, as recipes do."""
+
+
+def plan_for(plan: ShardingPlan | PlanFn, model: Any, mesh: Mesh) -> ShardingPlan:
+    """Return a plan as it is, or what a function of the model and the mesh makes.
+
+    Args:
+        plan: What a user gave as a plan.
+        model: What the plan is for; recipes refuse what is no module.
+        mesh: What a user gave as a mesh.
+    """
+    if isinstance(plan, ShardingPlan) or not callable(plan):
+        check_plan(plan)
+        return plan
+    check_call(
+        "plan", plan, "model", "mesh", hint="Recipes such as ts.plans.fsdp can, and their results are plans too."
+    )
+    made = plan(model, check_mesh(mesh))
+    check_kind("what plan(model, mesh) returns", made, ShardingPlan)
+    return made
+
+
 def check_plan(plan: object) -> None:
     """Refuse what is no plan."""
-    check_kind("plan", plan, ShardingPlan, hint="Make one of rules, as in ts.ShardingPlan({...}, default=P()).")
+    hint = "Make one of rules, as in ts.ShardingPlan({...}, default=P())."
+    if isinstance(plan, str):
+        hint = f"Write plan={_RECIPES.get(plan.lower(), _RECIPES['fsdp'])}, or another recipe of ts.plans."
+    check_kind("plan", plan, ShardingPlan, hint=hint)
+
+
+_RECIPES = {
+    **dict.fromkeys(("ddp", "dp", "none", "no_shard", "replicate", "replicated"), "ts.plans.replicated()"),
+    **dict.fromkeys(("fsdp", "fsdp2", "full_shard", "zero3"), "ts.plans.fsdp(model, mesh)"),
+    **dict.fromkeys(("hsdp", "hybrid_shard"), "ts.plans.hsdp(model, mesh)"),
+    **dict.fromkeys(("tp", "tensor_parallel"), "ts.plans.tp(model, mesh)"),
+    **dict.fromkeys(("fsdp_tp", "fsdp+tp", "2d"), "ts.plans.fsdp_tp(model, mesh)"),
+    **dict.fromkeys(("auto", "hf", "from_hf"), "ts.plans.from_hf(model, mesh)"),
+}
+"""What is written for the words that other libraries have for a plan."""
 
 
 def in_form_of(plan: ShardingPlan, other: ShardingPlan) -> ShardingPlan:

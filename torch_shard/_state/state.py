@@ -15,9 +15,11 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import ArrayLike
 from rich.filesize import decimal
+from rich.text import Text
 
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import host_array, struct_of
+from torch_shard._common.printed import InNotebooks, aligned, starred
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import named
 from torch_shard._device import put, put_rows
@@ -28,6 +30,7 @@ from torch_shard._sharding import (
     ResolvedPlan,
     Stacks,
     as_dicts,
+    describe_spec,
     is_pinned,
     pinned,
     stack_dicts,
@@ -37,7 +40,7 @@ from torch_shard._sharding import (
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class TrainState:
+class TrainState(InNotebooks):
     """All that a training run carries from step to step: a pytree of sharded arrays.
 
     The entries of repeated layers are stored as rows of one array; `state.params[name]` is a row, and as a pytree the
@@ -87,6 +90,12 @@ class TrainState:
         size = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in arrays)
         return f"TrainState({', '.join([*self._stands(), *counts, f'{decimal(size)} a device'])})"
 
+    def __rich__(self) -> Text:
+        """What notebooks show: the line of `repr`, and the first entries as they are stored."""
+        entries = [entry for kind in KINDS for entry in _stored_entries(getattr(self, kind))]
+        more = [f"and {len(entries) - _SHOWN:,} more"] if len(entries) > _SHOWN else []
+        return Text("\n".join([repr(self), *aligned(entries[:_SHOWN]), *more]) if entries else repr(self))
+
     def _stands(self) -> list[str]:
         """Where the run stands, as far as the host can know it."""
         if not isinstance(self.step, jax.Array) or isinstance(self.step, jax.core.Tracer):
@@ -100,6 +109,20 @@ class TrainState:
 
 
 KINDS = ("params", "frozen", "buffers")
+
+_SHOWN = 16
+"""Stored entries that a notebook shows of a state."""
+
+
+def _stored_entries(held: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    """Name, shape, dtype and spec of each stored array; layers in one array have a star for their number."""
+    groups = held.layout.groups if isinstance(held, Stacks) else [(name,) for name in held]
+    arrays = held.arrays if isinstance(held, Stacks) else held.values()
+    for group, array in zip(groups, arrays, strict=True):
+        name = group[0] if len(group) == 1 else starred(group[0])
+        sharding = getattr(array, "sharding", None)
+        spec = describe_spec(sharding.spec) if isinstance(sharding, NamedSharding) else ""
+        yield name, str(jnp.shape(array)), str(getattr(array, "dtype", "")), spec
 
 
 def with_key(structs: TrainState) -> TrainState:
@@ -182,7 +205,7 @@ class StateLayout:
         kind: str,
         values: Mapping[str, PyTree],
         *,
-        release: Callable[[tuple[str, ...]], None] | None = None,
+        made: Callable[[Stacks], None] | None = None,
         taken: set[int] | None = None,
     ) -> Stacks:
         """Tensors or arrays by name onto their shards, rows straight to their place in the stored array.
@@ -190,8 +213,7 @@ class StateLayout:
         Args:
             kind: `params`, `frozen` or `buffers`.
             values: Each name has a value when its turn comes.
-            release: Takes the names of a stored array as soon as it is made, whose values may then go: arrays that lie
-                as they should become a part of the state.
+            made: Is given each stored array as soon as it is there, after which the values of its names may go.
             taken: Where the memory lies that the state has already; more is noted there. Entries whose equal values
                 lie in one place (as after `load_state_dict` from another layer) get one each.
         """
@@ -206,10 +228,12 @@ class StateLayout:
                 form = layout.forms.get(group[0])
                 rows = [values[name] if form is None else form.store(values[name]) for name in group]
                 with named(group[0]):
-                    array = _placed(rows, self._plan.of_group(group, layout), keep=release is None)
-                yield array if taken is None else _own(array, taken)
-                if release is not None:
-                    release(tuple(group))
+                    array = _placed(rows, self._plan.of_group(group, layout))
+                array = array if taken is None else _own(array, taken)
+                if made is not None:
+                    del rows
+                    made(Stacks(layout.restricted(group), (array,)))
+                yield array
 
         return Stacks(layout, stored())
 
@@ -260,7 +284,7 @@ class StateLayout:
         held = {kind: getattr(state, kind) for kind in KINDS}
         new = {k: v for k, v in held.items() if not isinstance(v, Stacks) or v.layout != getattr(self, k)}
         kept = [array for kind, values in held.items() if kind not in new for array in values.arrays]
-        taken = {_memory_of(array) for array in (*kept, *jax.tree.leaves(state.opt_state))} - {0}
+        taken = {address_of(array) for array in (*kept, *jax.tree.leaves(state.opt_state))} - {0}
         for kind, values in new.items():
             changed[kind] = self.place(kind, values, taken=taken)
         if jax.tree.structure(state.opt_state) != jax.tree.structure(self.shardings.opt_state):
@@ -302,24 +326,24 @@ def differs_by(option: str, found: bool, wanted: bool) -> str:
     return "" if found == wanted else f"The state was made {given}, and this step {own}: make the step {given} too. "
 
 
-def _placed(rows: list[torch.Tensor | ArrayLike], sharding: NamedSharding, *, keep: bool) -> jax.Array:
-    """A stored array that the step may donate; with `keep`, a module on the jax device keeps its own."""
+def _placed(rows: list[torch.Tensor | ArrayLike], sharding: NamedSharding) -> jax.Array:
+    """A stored array that the step may donate: what lies on the jax device keeps its own."""
     if len(rows) > 1:
         return put_rows(rows, sharding)
     array = put(rows[0], sharding)
-    return jnp.copy(array) if keep and isinstance(rows[0], torch.Tensor) and rows[0].device.type != "cpu" else array
+    return jnp.copy(array) if isinstance(rows[0], torch.Tensor) and rows[0].device.type != "cpu" else array
 
 
 def _own(array: jax.Array, taken: set[int]) -> jax.Array:
     """An array whose memory no other of the state has, as a step donates each once."""
-    place = _memory_of(array)
+    place = address_of(array)
     if place in taken:
         return jnp.copy(array)
     taken |= {place} - {0}
     return array
 
 
-def _memory_of(array: object) -> int:
+def address_of(array: object) -> int:
     """Where the first of its shards here lies; 0 if it takes none."""
     if not isinstance(array, jax.Array) or not array.size:
         return 0

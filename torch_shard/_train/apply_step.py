@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from torch_shard._common.convert import flatten
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call
 from torch_shard._hosts import follow
-from torch_shard._sharding import axes_of
+from torch_shard._sharding import axes_of, holdings
 from torch_shard._state import KINDS, TrainState, check_state
 from torch_shard._train.compiled_step import Body, Task
 from torch_shard._train.options import StepOptions
@@ -36,20 +37,21 @@ def call_model(model: torch.nn.Module, batch: PyTree) -> PyTree:
 
 def _as_loss(fn: ApplyFn) -> Callable[[Any, Any], tuple[torch.Tensor, dict[str, PyTree]]]:
     """A loss function whose metrics are what `fn` returns."""
-
-    def outputs_of(model: Any, batch: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
-        out = fn(model, batch)
-        for leaf in flatten(out)[0] or [None]:
-            if not isinstance(leaf, torch.Tensor | np.ndarray | np.generic | int | float | complex):
-                raise TypeError(
-                    f"{caller()}: outputs must be tensors or numbers in containers, but {type(leaf).__name__} is among "
-                    "them. Return what you need: fn=lambda model, batch: model(batch).logits (of models of "
-                    "transformers also model.config.use_cache = False)."
-                )
-        return torch.zeros(()), {"outputs": out}
-
-    outputs_of.called = "the forward pass"  # pyright: ignore[reportFunctionMemberAccess]
+    outputs_of: Any = functools.partial(_outputs_of, fn)  # so that what `fn` belongs to is seen
+    outputs_of.called = "the forward pass"
     return outputs_of
+
+
+def _outputs_of(fn: ApplyFn, model: Any, batch: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
+    out = fn(model, batch)
+    for leaf in flatten(out)[0] or [None]:
+        if not isinstance(leaf, torch.Tensor | np.ndarray | np.generic | int | float | complex):
+            raise TypeError(
+                f"{caller()}: outputs must be tensors or numbers in containers, but {type(leaf).__name__} is among "
+                "them. Return what you need: fn=lambda model, batch: model(batch).logits (of models of "
+                "transformers also model.config.use_cache = False)."
+            )
+    return torch.zeros(()), {"outputs": out}
 
 
 class ApplyStep(Step):
@@ -90,6 +92,15 @@ class ApplyStep(Step):
             placed = {kind: layout.place(kind, tensors) for kind, tensors in kinds}
             return layout.start(placed, layout.shardings.opt_state, seed=0)
 
+    def of_model(self) -> TrainState:
+        """The state that the model follows, or else one of its present values."""
+        state = self._live.state
+        if state is None or cast(Any, state.step.sharding).mesh != self.mesh:
+            return self.init()
+        found = cast(dict[str, Any], jax.eval_shape(dict, state.tensors))
+        shapes = {name: tuple(tensor.shape) for name, tensor in holdings(self.model).all.items()}
+        return state if shapes == {name: struct.shape for name, struct in found.items()} else self.init()
+
     @error_prefix(None)
     def __call__(self, *state_and_batch: PyTree, **inputs: PyTree) -> PyTree:
         """Run the forward pass on a batch.
@@ -115,16 +126,19 @@ class ApplyStep(Step):
                 f"{self.caller}: call apply(state, batch) or apply(batch), found apply({', '.join(given)}). Several "
                 'inputs are one batch: apply((x, y)) or apply({"x": x}).'
             )
-        state = state_and_batch[0] if len(state_and_batch) == 2 else self.init()
+        state = state_and_batch[0] if len(state_and_batch) == 2 else self.of_model()
         check_state(state)
-        _, (loss, outputs) = self._run(state_and_batch[-1], state)
+        program, (loss, outputs, metrics) = self._run(state_and_batch[-1], self._present(state))
         follow(loss)
+        self._effects.do(program.loss.captured.effects, metrics, 1)
         return outputs
 
     def _body(self, task: Task) -> tuple[Body, dict[str, Any]]:
         axis = self.plan.context.axis if self.plan.context else None
 
-        def apply(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> tuple[jax.Array, PyTree]:
+        def apply(
+            state: TrainState, batch: list[jax.Array], closure: list[jax.Array]
+        ) -> tuple[jax.Array, PyTree, PyTree]:
             out = task.run(state, batch, closure)
             pairs = list(zip(batch, task.shardings, strict=True))
             sizes = {x.shape[0] for x, s in pairs if not s.is_fully_replicated}
@@ -137,6 +151,7 @@ class ApplyStep(Step):
                 spec = PartitionSpec(self.layout.row_axes, *more)
                 return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec))
 
-            return out.loss, jax.tree.map(placed, out.metrics["outputs"])
+            metrics = dict(out.metrics)
+            return out.loss, jax.tree.map(placed, metrics.pop("outputs")), metrics
 
         return apply, {}

@@ -18,11 +18,13 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from torch_shard._capture import Mismatch, is_capturing
 from torch_shard._common.caller import error_prefix
+from torch_shard._common.progress import telling_when_slow
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_module
+from torch_shard._common.validate import check_module, run_without_dynamo
 from torch_shard._cost import TooLarge
 from torch_shard._hosts import is_shared
 from torch_shard._loss import (
+    Doing,
     HostBuffers,
     HostValues,
     LossOutputs,
@@ -48,7 +50,7 @@ from torch_shard._sharding import (
     in_form_of,
     shared_memory,
 )
-from torch_shard._state import TrainState, as_arrays, check_names, refuse_traced, with_key
+from torch_shard._state import TrainState, as_arrays, check_names, live_model, refuse_traced, with_key
 from torch_shard._train.facts import agree_on_program, facts_of_call, facts_of_step
 from torch_shard._train.model_tensors import ModelTensors
 from torch_shard._train.options import StepOptions
@@ -93,11 +95,14 @@ class CompiledStep:
             raise NotImplementedError(
                 f"{self.caller}: called within a function that is captured, such as a loss or forward. Call it outside."
             )
-        model = check_module("model", model)
+        self._wrapped, model = model, check_module("model", model)
         check_loss_fn(loss_fn)
         self.model, self.loss_fn, self.options, self.mesh = model, loss_fn, options, options.mesh
         self._held = holdings(model)
+        self._live = live_model(model)
+        self._leads = True  # the model follows the states that it makes
         self._resolve()
+        self._effects = Doing()
         self._microbatches = Microbatches(options.accumulate_steps, self.layout)
         self._cache = CompileCache(options.compile_cache, options.mesh)
         self._saved = None if options.compiled is None else read_step(options.compiled)
@@ -150,14 +155,40 @@ class CompiledStep:
         return facts_of_step(self.caller, self.options, self.plan, self._held)
 
     def _hold(self, held: Holdings) -> None:
-        """Be of these tensors of the model, with the values that they have now."""
+        """Be of these tensors of the model."""
         self._held, self._tensors = held, ModelTensors(self.caller, self.model, held)
         self._modules = list(self.model.modules())
-        self._host_buffers = HostBuffers(held.buffers)
+        self._host_buffers, self._is_bound = HostBuffers(held.buffers), False
 
     def look_at_model(self) -> None:
-        """Be of what the model has now: a state begins here, and what was written before is none of its affair."""
+        """Be of what the model has now: a state begins here."""
         self._hold(self._tensors.present())
+
+    def _present(self, state: TrainState, *, to_train: bool = False) -> TrainState:
+        """The state with what was written to its model since it was made."""
+        if not self._leads:
+            return state
+        if not self._tensors.are_as_noted():
+            self._tensors.check_places()
+            self.look_at_model()
+            self._live.look()
+            self._tensors.note()
+        return self._live.present(state, to_train=to_train)
+
+    def follow(self, state: TrainState, *, is_step: bool = False) -> None:
+        """Let the model have the values of a state that was just made.
+
+        Args:
+            state: Of this step.
+            is_step: Whether a step has made it: the run goes on.
+        """
+        self._live.follow(state, self.plan, is_step=is_step)
+        if not self._is_bound:
+            self._live.bind()
+            run_without_dynamo(self._wrapped)
+            self.look_at_model()
+            self._tensors.note()
+            self._is_bound = True
 
     @property
     def programs(self) -> tuple[StepProgram, ...]:
@@ -236,8 +267,6 @@ class CompiledStep:
         With `only_shapes` the batch has shapes alone, and so has what is returned.
         """
         self._tensors.check_requires_grad()
-        if not only_shapes:
-            self._tensors.check_values(state, train=self.train)
         check_current_mesh()
         placed = batch if isinstance(batch, ShardedBatch) else self._placer.put(batch, only_shapes=only_shapes)
         arrays = placed.arrays
@@ -276,14 +305,16 @@ class CompiledStep:
 
     def _capture(self, key: ProgramKey, values: HostValues, microbatch: int) -> LossProgram:
         self._tensors.present()
-        loss = loss_program(
-            self._source,
-            self._microbatches.signature(key.signature),
-            values,
-            microbatch=microbatch,
-            sequence_dims=self._sequence_dims(key),
-            rows=self._row_split(),
-        )
+        message = "%s: the loss is traced, once for these shapes; XLA compiles it after that."
+        with telling_when_slow(logger, message, self.caller):
+            loss = loss_program(
+                self._source,
+                self._microbatches.signature(key.signature),
+                values,
+                microbatch=microbatch,
+                sequence_dims=self._sequence_dims(key),
+                rows=self._row_split(),
+            )
         later = loss.host.later if loss.host else {}
         if self.options.accumulate_steps > 1 and (changed := set(loss.asked) - {*loss.kept, *later}):
             raise NotImplementedError(

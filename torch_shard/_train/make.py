@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from torch_shard._capture import MixedPrecision
 from torch_shard._common.caller import near_misses, public
 from torch_shard._scan import Remat, ScanLayers
-from torch_shard._sharding import LossFn, ShardingPlan
+from torch_shard._sharding import LossFn, PlanFn, ShardingPlan, plan_for
 from torch_shard._train.apply_step import ApplyFn, ApplyStep
 from torch_shard._train.options import Offload, StepOptions
 from torch_shard._train.step import EvalStep
@@ -30,7 +30,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation | torch.optim.Optimizer,
     *,
     mesh: Mesh,
-    plan: ShardingPlan,
+    plan: ShardingPlan | PlanFn,
     optimizer_plan: ShardingPlan | None = None,
     trainable: str | Sequence[str] | None = None,
     batch_spec: PartitionSpec | Mapping[str, PartitionSpec] | None = None,
@@ -64,7 +64,8 @@ def make_train_step(
         optimizer: An optimizer of `torch.optim` for parameters of the model, with its groups, whose numbers (`lr`,
             `weight_decay`, `betas`) are read at each call; or an optax gradient transformation.
         mesh: Devices with Auto axes, from `make_mesh`.
-        plan: How each parameter and buffer is split, by name.
+        plan: How each parameter and buffer is split, by name; or a function of `(model, mesh)` that says it, such as
+            `ts.plans.fsdp`.
         optimizer_plan: The same for what the optimizer keeps of each parameter, if that is split further (ZeRO-1). By
             default it is split like the parameter.
         trainable: Names or globs, as in a plan, of the parameters that this step trains; by default all that require
@@ -137,7 +138,7 @@ def make_train_step(
     """
     options = StepOptions(
         mesh=mesh,
-        plan=plan,
+        plan=plan_for(plan, model, mesh),
         optimizer_plan=optimizer_plan,
         trainable=trainable,
         batch_spec=batch_spec,
@@ -168,7 +169,7 @@ def make_eval_step(
     loss_fn: LossFn,
     *,
     mesh: Mesh,
-    plan: ShardingPlan,
+    plan: ShardingPlan | PlanFn,
     batch_spec: PartitionSpec | Mapping[str, PartitionSpec] | None = None,
     local_batches: bool = False,
     compute_dtype: torch.dtype | None = None,
@@ -183,7 +184,7 @@ def make_eval_step(
         model: The module that the states belong to; its own training flags are left as they are.
         loss_fn: `loss_fn(model, batch)`, plain torch; returns what `make_train_step` takes.
         mesh: Devices with Auto axes, from `make_mesh`; those of the states.
-        plan: Which parameter and buffer is split how, by name.
+        plan: Which parameter and buffer is split how, by name; or a function of `(model, mesh)` that says it.
         batch_spec: How each leaf of a batch is split (leaves of lower rank take the first entries). By default the
             leading dim over the mesh axis `batch`.
         local_batches: Of several processes, each gives the rows of its own devices alone, as many as each other one.
@@ -216,7 +217,7 @@ def make_eval_step(
     """
     options = StepOptions(
         mesh=mesh,
-        plan=plan,
+        plan=plan_for(plan, model, mesh),
         batch_spec=batch_spec,
         local_batches=local_batches,
         compute_dtype=compute_dtype,
@@ -234,7 +235,7 @@ def make_apply(
     model: torch.nn.Module,
     *,
     mesh: Mesh,
-    plan: ShardingPlan,
+    plan: ShardingPlan | PlanFn,
     fn: ApplyFn | None = None,
     batch_spec: PartitionSpec | Mapping[str, PartitionSpec] | None = None,
     local_batches: bool = False,
@@ -249,7 +250,7 @@ def make_apply(
     Args:
         model: Any module; its own training flags are left as they are.
         mesh: Devices with Auto axes, from `make_mesh`; those of the states, if there are any.
-        plan: Which parameter and buffer is split how, by name.
+        plan: Which parameter and buffer is split how, by name; or a function of `(model, mesh)` that says it.
         fn: `fn(model, batch)`, plain torch; returns tensors in containers. By default `model(batch)`, or
             `model(*batch)` of a tuple or list, or `model(**batch)` of a mapping.
         batch_spec: How each leaf of a batch is split (leaves of lower rank take the first entries). By default the
@@ -281,7 +282,7 @@ def make_apply(
     """
     options = StepOptions(
         mesh=mesh,
-        plan=plan,
+        plan=plan_for(plan, model, mesh),
         batch_spec=batch_spec,
         local_batches=local_batches,
         compute_dtype=compute_dtype,

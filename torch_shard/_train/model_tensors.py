@@ -1,35 +1,22 @@
-"""The tensors of a model that a step was made for: they stay those that its state has the values of.
-
-A state has values of its own, and a program has copies of what the loss closes over. Who writes to the tensors that
-these were taken from (by torch, `.data` or NumPy) means to change the run, as it would in torch.
-"""
+"""The tensors of a model that a step was made for, and what tensors that a loss closes over have in them."""
 
 # PyTorch annotates storages in part.
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportPrivateUsage=false
 
 import functools
-import logging
 import operator
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 import torch
 
-from torch_shard._common.convert import to_host
+from torch_shard._common.convert import struct_of
+from torch_shard._device import JaxTensor, Source
 from torch_shard._sharding import Holdings, entry_places, holdings
-from torch_shard._state import TrainState
-
-logger = logging.getLogger(__name__)
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
-
-_WRITTEN = (
-    "Write it within forward or loss_fn, or before step.init; or go on with a new step of step.export(state), changed "
-    "as you want it."
-)
-
+_SOURCE = operator.attrgetter("_storage.source")
 
 _WORDS = 256
 """Words of 8 bytes that are compared: of a tensor with fewer of them all, of a larger one so many, spread over it."""
@@ -45,18 +32,24 @@ class Contents:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self._version = _version_of(tensor)
+        self._content = _content_of(tensor)
         self._words, self._pointer = _words_of(tensor)
         self._sample = self._words.tobytes()
 
     def hold(self) -> bool:
         """Tell whether the tensor has them still."""
-        if self._version != _version_of(self.tensor):
+        if self._version != _version_of(self.tensor) or self._content is not _content_of(self.tensor):
             return False
         return not self._pointer or (self._pointer == self.tensor.data_ptr() and self._words.tobytes() == self._sample)
 
 
 def _version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _content_of(tensor: torch.Tensor) -> object:
+    """Of a tensor of the device `jax`, what stands for its values: of a live model those of its last state."""
+    return tensor.content if isinstance(tensor, JaxTensor) else None
 
 
 def _words_of(tensor: torch.Tensor) -> tuple[np.ndarray[Any, Any], int]:
@@ -75,34 +68,31 @@ def _words_of(tensor: torch.Tensor) -> tuple[np.ndarray[Any, Any], int]:
     return words[:: words.size // _WORDS], tensor.data_ptr()
 
 
-def is_in_state(tensor: torch.Tensor, array: jax.Array) -> bool:
-    """Tell whether a tensor of the model has the values of a state, where this process has them."""
-    if tensor.device.type != "cpu" or array.is_deleted():
-        return False
-    own, shards = tensor.detach(), array.addressable_shards
-    return all(torch.equal(own[shard.index], to_host(shard.data).to(own.dtype)) for shard in shards)
-
-
 class ModelTensors:
-    """The parameters and buffers of a model, with the values that they have when this is made."""
+    """The parameters and buffers of a model that a step was made for, in their places."""
 
     def __init__(self, caller: str, model: torch.nn.Module, held: Holdings) -> None:
-        self._caller, self._model, self._held = caller, model, held
+        self._caller, self._model, self.held = caller, model, held
         self._params = list(held.params.values())
         self._trains = list(map(_REQUIRES_GRAD, self._params))
         names = {id(tensor): name for name, tensor in held.all.items()}
         places = [place for place in entry_places(model) if place[2] is None or id(place[2]) in names]
         self._gets = [(getattr(entries, "get", functools.partial(_get, entries)), key) for entries, key, _ in places]
         self._tensors = [tensor for _, _, tensor in places]
-        self._names = [names.get(id(tensor), key) for _, key, tensor in places]
-        pairs = zip(self._names, self._tensors, strict=True)
-        self._contents = {name: Contents(tensor) for name, tensor in pairs if tensor is not None}
+        self._children = [(children, len(children)) for m in model.modules() if (children := m._modules)]
+        modules = [(children, key, child) for children, _ in self._children for key, child in children.items()]
+        self._gets += [
+            (getattr(children, "get", functools.partial(_get, children)), key) for children, key, _ in modules
+        ]
+        self._placed: list[object] = [*self._tensors, *(child for *_, child in modules)]
+        self._sources: list[Source | None] = []
 
     def present(self) -> Holdings:
         """The tensors that the model has now, which may stand where others of their shapes stood."""
         held = holdings(self._model)
         kinds = [
-            [(name, t.shape, t.dtype, name in of.trainable) for name, t in of.all.items()] for of in (self._held, held)
+            [(name, t.shape, struct_of(t).dtype, name in of.trainable) for name, t in of.all.items()]
+            for of in (self.held, held)
         ]
         if kinds[0] != kinds[1]:
             apart = sorted({name for name, *_ in set(kinds[0]) ^ set(kinds[1])})
@@ -114,46 +104,48 @@ class ModelTensors:
 
     def check_requires_grad(self) -> None:
         """Refuse parameters that were frozen or unfrozen."""
-        if list(map(_REQUIRES_GRAD, self._params)) == self._trains:
+        with torch._C.DisableTorchFunctionSubclass():  # which costs a call of Python for each attribute
+            trains = list(map(_REQUIRES_GRAD, self._params))
+        if trains == self._trains:
             return
-        changed = [n for n, t in self._held.params.items() if t.requires_grad != (n in self._held.trainable)]
+        changed = [n for n, t in self.held.params.items() if t.requires_grad != (n in self.held.trainable)]
         raise ValueError(
             f"{self._caller}: requires_grad of {', '.join(changed)} has changed since the step was made, so its state "
-            "no longer fits the model. Make a new step, and carry the values over with step.export(state)."
+            "no longer fits the model. Make a new optimizer and a new step, whose init begins from the model's present "
+            "values."
         )
 
-    def check_values(self, state: TrainState, *, train: bool) -> None:
-        """Refuse what was done to the model since the state was taken from it, and is not in the state.
-
-        An evaluation is of the parameters that it is given, and only warns of others in the model.
-        """
+    def are_as_noted(self) -> bool:
+        """Tell whether all tensors are in their places still, with the values of what `note` has seen them follow."""
         found = [get(key) for get, key in self._gets]
-        if not all(map(operator.is_, found, self._tensors)):
-            places = zip(self._names, self._tensors, found, strict=True)
-            names = [name for name, tensor, now in places if now is not tensor]
+        if not all(map(operator.is_, found, self._placed)) or any(len(own) != num for own, num in self._children):
+            return False
+        try:
+            sources = list(map(_SOURCE, self._tensors))
+        except AttributeError:  # some are not on the device `jax`
+            sources = self._present_sources()
+        return bool(self._sources) and all(map(operator.is_, sources, self._sources))
+
+    def check_places(self) -> None:
+        """Refuse parameters in whose places others are.
+
+        An optimizer of torch would go on with the tensors of before, as in torch, and forward with the new ones.
+        """
+        now = holdings(self._model).params
+        names = [name for name, tensor in self.held.params.items() if now.get(name, tensor) is not tensor]
+        if names:
             raise ValueError(
-                f"{self._caller}: {_some(names)} of the model was replaced since the step took its values (by an "
-                "assignment, or load_state_dict(assign=True)), and the state has those of before. Take a new state "
-                "(step.init), or make a new step with a new optimizer."
+                f"{self._caller}: {_some(names)} of the model was replaced since the step was made (by an assignment, "
+                "or load_state_dict(assign=True)), and the optimizer has the tensors of before. Write values in place "
+                "(load_state_dict, tensor.copy_), or make a new optimizer and a new step."
             )
-        written = {name: contents.tensor for name, contents in self._contents.items() if not contents.hold()}
-        if not written:
-            return
-        apart = [n for n, t in written.items() if not is_in_state(t, state.tensors[n])]
-        if refused := [name for name in apart if train or name in self._held.buffers]:
-            raise ValueError(
-                f"{self._caller}: {_some(refused)} of the model was written since the step took its values, which the "
-                f"state does not see: it has its own. {_WRITTEN}"
-            )
-        if apart:
-            logger.warning(
-                "%s: %s of the model was written since the step took its values. The state has its own, which stay as "
-                "they are. %s",
-                self._caller,
-                _some(apart),
-                _WRITTEN,
-            )
-        self._contents |= {name: Contents(tensor) for name, tensor in written.items()}
+
+    def note(self) -> None:
+        """Note what the tensors follow now."""
+        self._sources = self._present_sources()
+
+    def _present_sources(self) -> list[Source | None]:
+        return [tensor.source if isinstance(tensor, JaxTensor) else None for tensor in self._tensors]
 
 
 def _some(names: Sequence[str]) -> str:

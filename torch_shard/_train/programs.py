@@ -26,6 +26,7 @@ from torch_shard._capture import Mismatch
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import struct_of
 from torch_shard._common.patching import without_collection
+from torch_shard._common.progress import telling_when_slow
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_path
 from torch_shard._cost import (
@@ -258,13 +259,18 @@ class StepProgram:
                 begin_run()
             return self._jitted(state, arrays, closure)
         structs, start = jax.tree.map(_struct, (state, arrays)), time.perf_counter()  # before they are donated
-        with self._cold.active(), without_collection(), partitioner_refusals(cast(Mesh, self._sharding.mesh)):
+        shown = ", ".join(str(leaf.shape) for leaf in jax.tree.leaves(arrays)[:8])
+        message = (
+            "%s: XLA compiles the program for a batch of %s, once for these shapes; of large models it takes minutes."
+        )
+        compiling = telling_when_slow(logger, message, caller(), shown)
+        mesh = cast(Mesh, self._sharding.mesh)
+        with compiling, self._cold.active(), without_collection(), partitioner_refusals(mesh):
             self._agree(self, state, arrays)
             if self._is_shared:
                 begin_run()
             out = self._jitted(state, arrays, closure)
         self._cold, self._structs = None, structs
-        shown = ", ".join(str(leaf.shape) for leaf in jax.tree.leaves(arrays)[:8])
         logger.info("%s: ready in %.1f s, for a batch of %s", caller(), time.perf_counter() - start, shown)
         return out
 

@@ -15,7 +15,6 @@ import numpy as np
 import optax
 import torch
 
-from torch_shard._capture import MetricCalls
 from torch_shard._common.types import PyTree
 from torch_shard._state import TrainState
 from torch_shard._train.comparison import (
@@ -89,7 +88,7 @@ def _updates(
     step: Training, state: TrainState, placed: ShardedBatch, out: Mapping[str, PyTree], skip_grad_norm: float | None
 ) -> list[Difference]:
     """What the step makes of its gradients, beside optax by name: the parameters after it. None if it is skipped."""
-    with _precision(), MetricCalls().noted():  # metric objects count the steps of the run alone
+    with _precision(), step.trial():
         new, metrics = step(jax.tree.map(jnp.copy, state), placed, skip_grad_norm=skip_grad_norm)
     if "guard" in metrics and metrics["guard"].skipped:
         return []

@@ -11,11 +11,11 @@ import jax
 import torch
 from torch import nn
 
-from torch_shard._capture import MetricCalls, Precision
+from torch_shard._capture import Precision, undone
 from torch_shard._common.types import PyTree
 from torch_shard._device import ReplayRNG, to_cpu, to_host_by_name
 from torch_shard._hosts import follow
-from torch_shard._loss import CALLS, program_for, split_loss
+from torch_shard._loss import EFFECTS, LossProgram, program_for, split_loss
 from torch_shard._lowering import world_of_one
 from torch_shard._sharding import Stacks, constrain_stacks, with_values
 from torch_shard._state import TrainState
@@ -41,16 +41,16 @@ class GradientStep(CompiledStep):
             grads = Stacks.from_dict(out.grads, [(name,) for name in out.grads])
             grads = constrain_stacks(grads, [self.optimizer_plan[name] for name in grads], self.layout.data_axes)
             parts = {"grads": grads, "buffers": out.buffers, "written": out.written}
-            metrics = {name: value for name, value in out.metrics.items() if name != CALLS}
+            metrics = {name: value for name, value in out.metrics.items() if name != EFFECTS}
             return {"loss": out.loss, "metrics": metrics, **{name: dict(part) for name, part in parts.items()}}
 
         spread = self.replicated if jax.process_count() > 1 else None  # so that each process has all
         return gradients, {"out_shardings": spread}
 
-    def num_draws(self, state: TrainState, placed: ShardedBatch) -> int | None:
-        """How many random operators a run of the loss has; None if torch cannot draw the same. Nothing is compiled."""
+    def loss_for(self, state: TrainState, placed: ShardedBatch) -> LossProgram:
+        """The loss for a batch; nothing is compiled."""
         key, values = self._asked(placed, state)
-        return program_for((), values, lambda number: self._capture(key, values, number)).program.graph.num_draws
+        return program_for((), values, lambda number: self._capture(key, values, number))
 
     def on_host(self, placed: ShardedBatch) -> list[torch.Tensor]:
         """The leaves of the whole batch on the CPU as torch has them, for JAX may hold 64 bits in 32.
@@ -98,7 +98,9 @@ class Replay:
         self.model = step.cpu_model(state) if model is None else model
         self.batches: list[PyTree] = step.microbatches(placed)
         """The microbatches, with CPU tensors."""
-        self.num_draws = step.num_draws(state, placed)
+        loss = step.loss_for(state, placed)
+        self._effects = loss.captured.effects
+        self.num_draws = loss.program.graph.num_draws
         """How many random operators a run of the loss has; None if torch draws other numbers than the step."""
         self._key = jax.random.fold_in(state.key, state.step)
 
@@ -113,7 +115,7 @@ class Replay:
 
     def forward(self, batch: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
         """The loss and metrics of a microbatch."""
-        with self._precision.active("cpu"), MetricCalls().noted(), world_of_one():
+        with self._precision.active("cpu"), undone(self._effects), world_of_one():
             return split_loss(self._step.loss_fn(self.model, batch))
 
     def backward(self, loss: torch.Tensor) -> None:

@@ -18,13 +18,14 @@ import jax
 import jax.export
 import optax
 from rich.filesize import decimal
+from rich.text import Text
 
 from torch_shard._common.caller import error_prefix, near_misses
+from torch_shard._common.printed import InNotebooks
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_file
 from torch_shard._cost import Preview, preview_of
 from torch_shard._hosts import follow
-from torch_shard._loss import update_objects
 from torch_shard._lowering import ConstrainedValues
 from torch_shard._sharding import describe_mesh, describe_spec
 from torch_shard._state import StateLayout, TrainState, check_skip_grad_norm, check_state, with_key
@@ -34,7 +35,7 @@ from torch_shard._train.programs import StepProgram
 from torch_shard._train.saved import entries_of, write_step
 
 
-class Step(CompiledStep):
+class Step(InNotebooks, CompiledStep):
     """A step that can be asked what it is, what it has compiled, and what it would take."""
 
     def __repr__(self) -> str:
@@ -43,6 +44,10 @@ class Step(CompiledStep):
         of = [type(self.model).__name__, f"{sum(p.numel() for p in self._held.params.values()):,} parameters"]
         of += [*self._more(), f"mesh={describe_mesh(self.mesh)}", f"{decimal(size)} of entries a device"]
         return f"{type(self).__name__}({', '.join(of)})"
+
+    def __rich__(self) -> Text:
+        """What notebooks show: the lines of `repr` and of `report`."""
+        return Text(f"{self!r}\n{self.report()}")
 
     def _more(self) -> list[str]:
         """What else its `repr` says."""
@@ -267,9 +272,9 @@ class EvalStep(Step):
             `loss` and the metrics of `loss_fn`.
         """
         check_state(state)
-        program, metrics = self._run(batch, state)
+        program, metrics = self._run(batch, self._present(state))
         follow(metrics["loss"])
-        update_objects(program.loss.calls, metrics, 1)
+        self._effects.do(program.loss.captured.effects, metrics, 1)
         return metrics
 
     def _body(self, task: Task) -> tuple[Body, dict[str, Any]]:

@@ -62,7 +62,7 @@ class TrainStep(Training):
             1.0
         """
         check_state(state)
-        return self._update.state_dict(self._own(state)[0].opt_state)
+        return self._update.state_dict(self._own(self._present(state))[0].opt_state)
 
     @near_misses
     @error_prefix(None)
@@ -97,6 +97,7 @@ class TrainStep(Training):
         """
         check_skip_grad_norm(skip_grad_norm)
         check_state(state)
+        state = self._present(state)
         check_names(state, self._held.all)
         return prove(self, as_arrays(state), batch, skip_grad_norm)
 
@@ -127,6 +128,7 @@ class TrainStep(Training):
             (['0', '1', 'Sequential'], True)
         """
         check_state(state)
+        state = self._present(state)
         check_names(state, self._held.all)
         return stats_of(self.gradient_step, as_arrays(state), self.put(batch))
 

@@ -6,13 +6,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Generator, Iterable, Mapping
+from typing import Any, Self, cast
 
 import jax
+import jax.numpy as jnp
 import optax
 import torch
 from torch import nn
@@ -22,10 +24,10 @@ from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, check_seed
 from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name
 from torch_shard._hosts import follow
-from torch_shard._loss import LossOutputs, update_objects
-from torch_shard._optim import check_moments
+from torch_shard._loss import EFFECTS, LossOutputs
+from torch_shard._optim import AverageState, check_moments, refuse_line_search
 from torch_shard._scan import Siblings
-from torch_shard._sharding import HostTransfers, LossFn, Stacks, constrain_stacks, to_meta, with_values
+from torch_shard._sharding import HostTransfers, LossFn, Stacks, constrain_stacks, with_values
 from torch_shard._state import (
     KINDS,
     StateLayout,
@@ -42,6 +44,7 @@ from torch_shard._state import (
 )
 from torch_shard._train.compiled_step import Body, Task
 from torch_shard._train.facts import agree_on_values
+from torch_shard._train.metric_answers import answer_torch_habits
 from torch_shard._train.options import StepOptions
 from torch_shard._train.replay import GradientStep
 from torch_shard._train.step import Step
@@ -69,8 +72,7 @@ class Training(Step):
         self._update = Update(optimizer, self._held, self._trained, options)
         self.optimizer: Any = self._update.optimizer
         self._watched = watched_modules(options.watched, self._held.training(self._trained).trainable)
-        self._donated = False
-        self._store(self.layers.groups(model) if self.layers.scan is not False else [])
+        self._store(self.layers.groups(self.model) if self.layers.scan is not False else [])
 
     def _store(self, groups: list[Siblings]) -> None:
         """Keep states in this layout from now on: entries of these groups of layers are stored together."""
@@ -85,6 +87,7 @@ class Training(Step):
             offloads="optimizer" in self.options.offloaded,
         )
         self.shardings = self._layout.shardings
+        refuse_line_search(self._layout.structs.opt_state)
         if self.options.moment_dtype is not None:
             check_moments(self._layout.structs.opt_state)
 
@@ -131,40 +134,112 @@ class Training(Step):
 
     @near_misses
     @error_prefix("init")
-    def init(self, *, seed: int = 0, donate: bool = False) -> TrainState:
+    def init(self, *, seed: int = 0) -> TrainState:
         """The state at step 0: the module's present values on their shards, fresh moments, a random key.
+
+        From now on the module's parameters and buffers are those of the run: tensors of the device `jax` that have the
+        values of the last state, and what is written to them is in the next step. The values on the CPU go as they are
+        placed. An optimizer of torch that has stepped goes on with its moments.
 
         Args:
             seed: For the random numbers of the run (dropout and its kin), from 0 to 2**32 - 1; not for initial values.
-            donate: Let the state take over the module's values, one stored array at a time, so that no second copy of
-                them exists. The module is left with entries on the meta device: it still serves the step and `export`,
-                which read shapes alone.
 
         Returns:
-            A `TrainState`; it shares no memory with the module.
+            A `TrainState`.
 
         Raises:
-            ValueError: Entries of the module have no values, or went into an earlier state.
+            ValueError: Entries of the module have no values.
         """
         seed = check_seed(seed)
-        check_kind("donate", donate, bool)
-        if self._donated:
-            raise ValueError(
-                "init: the values of this model went into an earlier state (donate=True). Go on with that state, or "
-                "make a step of step.export(state), which has its values."
-            )
         self.look_at_model()
         refuse_meta(self._held.all)
         refuse_wide(self._held.all)
         self._update.refuse_replaced(self._held)
         agree_on_values(self._held, self.plan, seed=seed, opt_state=self.structs.opt_state)
-        self._donated = donate
-        release = self._release if donate else None
-        taken = set[int]() if donate else None
         kinds = zip(KINDS, self._held.kinds, strict=True)
-        placed = {kind: self._layout.place(kind, held, release=release, taken=taken) for kind, held in kinds}
+        taken = set[int]()
+        if not self._leads:
+            placed = {kind: self._layout.place(kind, held, taken=taken) for kind, held in kinds}
+            return self._begun(placed, seed)
+        self._live.settle()
+        hold = functools.partial(self._live.hold, tensors=self._held.all)
+        try:
+            placed = {kind: self._layout.place(kind, held, made=hold, taken=taken) for kind, held in kinds}
+            state = self._begun(placed, seed)
+        except BaseException:
+            self._live.abandon()
+            raise
+        self.follow(state)
+        if names := [*self._live.memory_of_before]:
+            logger.warning(
+                "init: something still has the memory that %s had on the CPU: a state_dict(), a view or a NumPy array "
+                "of before. The model has moved to the devices, and that keeps the values of now, where in torch it "
+                "would follow the training. Take it after init, or .clone() it before.",
+                ", ".join(names[:4]) + f" and {len(names) - 4} more" * (len(names) > 4),
+            )
+        return state
+
+    def _begun(self, placed: Mapping[str, Stacks], seed: int) -> TrainState:
         own = self._layout.normal(self._layout.start(placed, self._first(placed["params"]), seed))
         return dataclasses.replace(own, opt_state=self._labeled(own.opt_state))
+
+    def apart(self) -> Self:
+        """Leave model and optimizer as they are from now on: nobody follows the states of this step."""
+        self._leads = False
+        return self
+
+    @contextlib.contextmanager
+    def trial(self) -> Generator[None, None, None]:
+        """Take steps within that leave model and optimizer as they are."""
+        leads, self._leads = self._leads, False
+        try:
+            yield
+        finally:
+            self._leads = leads
+
+    def follow(self, state: TrainState, *, is_step: bool = False) -> None:
+        """Let the model and the optimizer have the values of a state that was just made.
+
+        Args:
+            state: Of this step.
+            is_step: Whether a step has made it: the run goes on.
+        """
+        super().follow(state, is_step=is_step)
+        if not is_step:
+            self._update.follow(self._opt_state_of(state))
+            self._live.note_step(self.options.label, self)
+
+    def _opt_state_of(self, state: TrainState) -> PyTree | None:
+        """The state of this step's optimizer, if it is in there."""
+        label = self.options.label
+        return state.opt_state.get(label) if label else state.opt_state
+
+    @property
+    def optimizer_name(self) -> str:
+        """The class of the optimizer."""
+        return type(self.optimizer).__name__
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the optimizer's state in torch is another one than that of the run."""
+        return self._update.is_loaded
+
+    def with_loaded(self, state: TrainState) -> TrainState:
+        """A state with what was loaded into the optimizer of torch, or written to its state.
+
+        Args:
+            state: Of this step.
+        """
+        own, others = self._own(state)
+        loaded = self._update.loaded(own.opt_state, self._held.trainable)
+        if loaded is None:
+            with self._cache.active():
+                loaded = self._layout.init_opt_state(Stacks.from_dict(own.params, self._layout.params))
+            if isinstance(own.opt_state, AverageState):
+                loaded = AverageState(loaded.inner, own.opt_state.ema)
+        own = self._layout.normal(dataclasses.replace(own, opt_state=loaded))
+        self._update.follow_loaded(own.opt_state)
+        return dataclasses.replace(own, opt_state=self._labeled(own.opt_state, others))
 
     @error_prefix(None)
     def start(self, held: Mapping[str, Stacks], *, seed: int) -> TrainState:
@@ -177,13 +252,6 @@ class Training(Step):
         with self._cache.active():
             opt_state = self._layout.init_opt_state(held["params"])
         return self._layout.start(held, self._labeled(opt_state), seed)
-
-    def _release(self, names: tuple[str, ...]) -> None:
-        """Leave shapes in the places of these entries of the model."""
-        for held in self._held.kinds:
-            for name in [name for name in names if name in held]:
-                held[name] = to_meta(self.model, held[name])
-        self._hold(self._held)
 
     @near_misses
     @error_prefix(None)
@@ -213,8 +281,11 @@ class Training(Step):
         check_skip_grad_norm(skip_grad_norm)
         check_state(state)
         check_apart(self.caller, state)
+        if self._leads:
+            self._live.note_step(self.options.label, self)
+        state = self._present(state, to_train=True)
         own, others = self._own(state)
-        self._update.read(own.opt_state, self._held, self.mesh)
+        self._update.read(self.mesh)
         program, arrays = self._prepare(batch, state, skip_grad_norm)
         own = self._layout.normal(own)  # in the layout that a first capture may have changed
         try:
@@ -223,10 +294,15 @@ class Training(Step):
             refuse_misplaced(own, self._layout.shardings, error)
             raise
         new = dataclasses.replace(new, opt_state=self._labeled(new.opt_state, others))
-        self._update.note_step()
         self._host_buffers.note_kept(program.loss.kept, new)
+        if self._leads:
+            self.follow(new, is_step=True)
+            self._update.follow_step(self._opt_state_of(new), program.loss.without_grad)
         follow(metrics["loss"])
-        update_objects(program.loss.calls, metrics, self._microbatches.num)
+        answer_torch_habits(type(metrics["loss"]))
+        if self._leads:
+            self._effects.do(program.loss.captured.effects, metrics, self._microbatches.num)
+        metrics.pop(EFFECTS, None)
         return new, metrics
 
     def _normal(self, state: TrainState) -> TrainState:
@@ -335,7 +411,7 @@ class Training(Step):
         """
         tensors = {name: self._held.all[name] for name in names}
         refuse_meta(tensors)
-        return {name: put(tensor.detach(), self.plan[name]) for name, tensor in tensors.items()}
+        return {name: jnp.copy(put(tensor.detach(), self.plan[name])) for name, tensor in tensors.items()}
 
     @near_misses
     @error_prefix("averaged")
@@ -363,6 +439,7 @@ class Training(Step):
             True
         """
         check_state(state)
+        state = self._present(state)
         ema = self._update.average(self._own(state)[0].opt_state)
         others = {name: value for name, value in state.params.items() if name not in ema}
         return dataclasses.replace(state, params=Stacks.merged(others, ema))
@@ -383,8 +460,8 @@ class Training(Step):
             ValueError: It was donated to a step, or is of another model; or it has no averages.
         """
         check_kind("ema", ema, bool)
-        state = self.averaged(state) if ema else state
         check_state(state)
+        state = self.averaged(state) if ema else self._present(state)
         check_names(state, self._held.all)
         model = with_values(self.model, to_host_by_name(state.tensors))
         for name, buffer, persistent in (

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from torch_shard._common.caller import caller
 from torch_shard._common.types import PyTree
+from torch_shard._device import JaxTensor, to_array
 from torch_shard._optim import (
     AverageState,
     TorchOptimizer,
@@ -26,12 +27,14 @@ from torch_shard._optim import (
     init_narrow,
     inner_state,
     narrowed,
+    refuse_eager_step,
     run_by_name,
     widened,
 )
 from torch_shard._sharding import Holdings, HostTransfers, Stacks, as_dicts, make_matcher, to_device
 from torch_shard._state import StateLayout, TrainState, global_norm
 from torch_shard._train.facts import agree_on_numbers
+from torch_shard._train.live_optimizer import LiveOptimizer
 from torch_shard._train.options import StepOptions
 
 
@@ -45,7 +48,7 @@ class Update:
 
     def __init__(self, optimizer: object, held: Holdings, trained: frozenset[str] | None, options: StepOptions) -> None:
         check_optimizer(optimizer)
-        self._options, self._torch = options, None
+        self._options, self._torch, self._live = options, None, None
         if isinstance(optimizer, torch.optim.Optimizer):
             names = list(held.training(trained).trainable)
             self._torch = TorchOptimizer(optimizer, held.params, names)
@@ -74,28 +77,71 @@ class Update:
 
     def present(self, values: Mapping[str, torch.Tensor]) -> PyTree | None:
         """The state that an optimizer of torch has in torch; None if it has not stepped, or is of optax."""
-        if self._torch is None or (state := self._torch.adopt(values)) is None:
+        if self._torch is None or (state := self._torch.load(values)) is None:
             return None
-        return self._with_average(state, values, torch.Tensor.detach)
+        return self._with_average(_as_arrays(state), values, torch.Tensor.detach)
 
     def refuse_replaced(self, held: Holdings) -> None:
         """Refuse an optimizer of torch whose parameters are not the model's any more."""
         if self._torch is not None:
             self._torch.refuse_replaced(held.params)
 
-    def read(self, opt_state: PyTree, held: Holdings, mesh: Mesh) -> None:
-        """Read the numbers of the parameter groups into `inputs`, the same in all processes.
-
-        A state that was loaded into an optimizer of torch since is refused, as it is not that of the run.
-        """
+    def read(self, mesh: Mesh) -> None:
+        """Read the numbers of the parameter groups into `inputs`, the same in all processes."""
         if self._torch is not None:
             agree_on_numbers(self._torch.read(), mesh)
-            self._torch.refuse_loaded(inner_state(opt_state), held.trainable)
 
-    def note_step(self) -> None:
-        """Let schedulers of torch know that a step was taken."""
-        if self._torch is not None:
-            self._torch.note_step()
+    def follow(self, opt_state: PyTree) -> None:
+        """Let an optimizer of torch show a state that was just made.
+
+        Args:
+            opt_state: Of this optimizer; None before its first step in this run.
+        """
+        if self._torch is None:
+            return
+        self._live = LiveOptimizer(self._torch)
+        self._live.follow(opt_state)
+        self._live.show([] if opt_state is None else self._torch.names_updated(inner_state(opt_state)))
+        if refuse_eager_step not in self.optimizer._optimizer_step_pre_hooks.values():
+            self.optimizer.register_step_pre_hook(refuse_eager_step)
+
+    def follow_step(self, opt_state: PyTree, without_grad: Iterable[str]) -> None:
+        """Let an optimizer of torch, and its schedulers, know that a step was taken.
+
+        Args:
+            opt_state: After it.
+            without_grad: Parameters that it has not updated.
+        """
+        if self._torch is None:
+            return
+        self._torch.note_step()
+        if self._live is None:
+            self.follow(opt_state)
+        else:
+            self._live.follow(opt_state)
+            self._live.note_step(frozenset(without_grad))
+
+    @property
+    def is_loaded(self) -> bool:
+        """Tell whether a state was loaded into the optimizer of torch since, or written to its state."""
+        return self._live is not None and self._live.is_changed()
+
+    def loaded(self, opt_state: PyTree, params: Mapping[str, torch.Tensor]) -> PyTree | None:
+        """The state that the optimizer of torch has, with the averages of the run; None if it has none."""
+        assert self._torch is not None
+        if (state := self._torch.load(params)) is None:
+            return None
+        found = _as_arrays(state)
+        return AverageState(found, opt_state.ema) if isinstance(opt_state, AverageState) else found
+
+    def follow_loaded(self, opt_state: PyTree) -> None:
+        """Show the state of the run again, now that what was loaded is in it."""
+        assert self._torch is not None
+        assert self._live is not None
+        names = self._torch.names_with_state()
+        self._live.leave_replaced()
+        self._live.follow(opt_state)
+        self._live.show(names)
 
     def average(self, opt_state: PyTree) -> Mapping[str, jax.Array]:
         """The averages of the parameters, by name."""
@@ -185,6 +231,15 @@ class Update:
             return optax.apply_updates(params, self._of_optax.update(clipped, opt_state, params, value=loss)[0])
 
         return cast(dict[str, jax.Array], jax.jit(update)(grads, as_dicts(opt_state), params))
+
+
+def _as_arrays(opt_state: PyTree) -> PyTree:
+    """A state with arrays in place of tensors of the device."""
+
+    def as_array(leaf: Any) -> Any:
+        return jnp.copy(to_array(leaf)) if isinstance(leaf, JaxTensor) else leaf  # eager tensors share theirs
+
+    return jax.tree.map(as_array, opt_state)
 
 
 def watched_modules(globs: Iterable[str], params: Iterable[str]) -> dict[str, list[str]]:

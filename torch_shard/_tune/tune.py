@@ -171,7 +171,7 @@ def _measured(tuning: Tuning, task: Task, default: Candidate) -> Tuning:
     """Run the best choices and the default, and order them by the clock."""
     best = [c for c in tuning.choices if c in tuning.choices[:BEST] or c.candidate == default]
     fitting = [choice for choice in best if tuning.limit is None or choice.memory <= tuning.limit]
-    ran = [dataclasses.replace(own, measured=_seconds(task.step(own.candidate), task.batch)) for own in fitting]
+    ran = [dataclasses.replace(own, measured=_seconds(task.step(own.candidate).apart(), task.batch)) for own in fitting]
     ran.sort(key=lambda choice: choice.measured or 0.0)
     return dataclasses.replace(tuning, choices=(*ran, *(c for c in tuning.choices if c not in fitting)))
 

@@ -22,6 +22,7 @@ MESHES = ((1, 1), (2, 1), (4, 1), (2, 2), (1, 4))
 
 IN_TORCH = ("eager", "begin", "begin", "rate", "reach")
 ON_MESH = ("steps", "steps", "steps", "fit", "fit", "rate", "restore", "resume", "export", "file", "hand over")
+ON_LIVE_MODEL = ("write", "write", "moment", "look", "leave", "again")
 RARE = ("load", "load late")
 
 
@@ -46,7 +47,8 @@ def draw(seed: int) -> tuple[About, list[tuple[str, int]]]:
     is_reached = model == "late" and pick((True, False))  # after some steps without it
     events, on_mesh = [("eager", random_.randint(1, 3)), ("reach", 1)] if is_reached else list[tuple[str, int]](), False
     for _ in range(random_.randint(4, 8)):
-        what = pick(IN_TORCH if not on_mesh else RARE if random_.random() < 0.05 else ON_MESH)
+        chance = random_.random()
+        what = pick(IN_TORCH if not on_mesh else RARE if chance < 0.05 else ON_LIVE_MODEL if chance < 0.4 else ON_MESH)
         on_mesh = what == "begin" or (on_mesh and what != "export")
         events.append((what, random_.randint(1, 3)))
     return about, events
@@ -157,7 +159,15 @@ class Life:
         with ts.Checkpointer(where) as checkpointer:
             self._fit(times, checkpointer=checkpointer)
 
-    def _leave(self) -> World:
+    def _leave(self, times: int = 1) -> None:
+        """The model goes to the CPU, where it is written to, and stays there or comes back."""
+        self.ours.model.to("cpu")
+        self._write(times)
+        if times > 1:
+            self.ours.model.to("jax")
+        self._steps(1)
+
+    def _in_torch(self) -> World:
         """The present run as objects of torch."""
         model: Any = self.step.export(self.state)
         left = World.of(self.about, model)
@@ -166,14 +176,14 @@ class Life:
         return left
 
     def _export(self, times: int) -> None:
-        self.ours, self.state, self.step = self._leave(), None, None
+        self.ours, self.state, self.step = self._in_torch(), None, None
 
     def _hand_over(self, times: int) -> None:
-        self.ours = self._leave()
+        self.ours = self._in_torch()
         self._begin(times)
 
     def _file(self, times: int) -> None:
-        left, path = self._leave(), self._directory / f"{self.number}.pt"
+        left, path = self._in_torch(), self._directory / f"{self.number}.pt"
         torch.save({"model": left.model.state_dict(), "optimizer": left.optimizer.state_dict()}, path)
         mesh = self.step.mesh
         self.ours = self._anew()
@@ -184,7 +194,7 @@ class Life:
 
     def _load_late(self, times: int) -> None:
         """Moments come into the optimizer when the step was made, and has no state yet."""
-        left = self._leave()
+        left = self._in_torch()
         moments, left.optimizer.state = left.optimizer.state_dict(), type(left.optimizer.state)(dict)
         self.ours = left
         self._make()
@@ -193,13 +203,52 @@ class Life:
 
     def _load(self, times: int) -> None:
         """Other moments come into the optimizer while the state of a run has its own."""
+        doubled = copy.deepcopy(self.eager.optimizer.state_dict()["state"])
+        for own in doubled.values():
+            own.update({name: 2 * value for name, value in own.items() if torch.is_tensor(value) and value.dim()})
         for world in (self.eager, self.ours):
-            found = copy.deepcopy(self.eager.optimizer.state_dict()["state"])
-            for own in found.values():
-                own.update({name: 2 * value for name, value in own.items() if torch.is_tensor(value) and value.dim()})
+            found = copy.deepcopy(doubled)
             groups = world.optimizer.state_dict()["param_groups"]
             world.optimizer.load_state_dict({"state": found, "param_groups": groups})
         self._steps(times)
+
+    def _write(self, times: int) -> None:
+        """Lines that write to the model between steps."""
+        name = self._random.choice([name for name, _ in self.eager.model.named_parameters()])
+        for world in (self.eager, self.ours):
+            with torch.no_grad():
+                parameter = world.model.get_parameter(name)
+                parameter.data.clamp_(-0.5, 0.5)
+                parameter.mul_(0.9)
+
+    def _moment(self, times: int) -> None:
+        """Moments that are written in the optimizer, or all of them dropped."""
+        drops = self._random.random() < 0.3
+        for world in (self.eager, self.ours):
+            if drops:
+                world.optimizer.state.clear()
+            for own in world.optimizer.state.values():
+                for value in own.values():
+                    if torch.is_tensor(value) and value.dim():
+                        value.mul_(0.5)
+
+    def _look(self, times: int) -> None:
+        """Evaluate the model in the user's hands by eager operators."""
+        outputs: list[torch.Tensor] = []
+        for world in (self.eager, self.ours):
+            flags = [(module, module.training) for module in world.model.modules()]
+            world.model.eval()
+            with torch.no_grad():
+                x = batch(self.number).to(next(world.model.parameters()).device)
+                outputs.append(loss_fn(world.model, x).cpu())
+            for module, flag in flags:
+                module.training = flag
+        assert abs(outputs[0] - outputs[1]) <= EXACT * max(1.0, abs(outputs[0])), "an evaluation is another one"
+
+    def _again(self, times: int) -> None:
+        """Another step of the same model and optimizer."""
+        self._begin(times)
+        self._steps(1)
 
     def fault(self) -> str:
         """What is apart now; empty if nothing is."""
@@ -208,6 +257,9 @@ class Life:
         found = None if self.state is None else self.step.export_optimizer(self.state)
         pairs["moment"] = (self.ours.moments(found), self.eager.moments())
         pairs["rate"] = (self.ours.rates(), self.eager.rates())
+        if self.state is not None:
+            pairs["value of the model"] = (dict(self.ours.model.state_dict()), pairs["value"][1])
+            pairs["moment of the optimizer"] = (self.ours.moments(), pairs["moment"][1])
         if self.state is not None and self.about.ema is not None:
             averaged = self.step.averaged(self.state).params
             pairs["average"] = ({name: torch.from_numpy(np.array(averaged[name])) for name in self.ema}, self.ema)

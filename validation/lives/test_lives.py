@@ -4,12 +4,16 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from torch_shard._fit import schedule
 from torch_shard._fit.schedule import Schedule
 from torch_shard._optim.from_torch import TorchOptimizer
+from torch_shard._state.live import LiveModel
+from torch_shard._train.live_optimizer import LiveOptimizer
 from validation.lives.life import draw, judge
 
 
@@ -38,7 +42,21 @@ def no_counts_of_their_own(patch: pytest.MonkeyPatch) -> None:
 
 
 def moments_that_are_loaded_are_dropped(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TorchOptimizer, "refuse_loaded", lambda self, *given: None)
+    patch.setattr(LiveOptimizer, "is_changed", lambda self: False)
+
+
+def writes_to_the_model_are_lost(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LiveModel, "write", lambda self, name, value: None)
+
+
+def the_model_stays_as_it_was(patch: pytest.MonkeyPatch) -> None:
+    follow = LiveModel.follow
+
+    def at_first(self: Any, state: Any, plan: Any, *, is_step: bool = False) -> None:
+        if not is_step:
+            follow(self, jax.tree.map(jnp.copy, state), plan)
+
+    patch.setattr(LiveModel, "follow", at_first)
 
 
 def a_schedule_that_is_ahead_stands_still(patch: pytest.MonkeyPatch) -> None:
@@ -65,6 +83,8 @@ def schedules_do_not_come_back(patch: pytest.MonkeyPatch) -> None:
     [
         no_counts_of_their_own,
         moments_that_are_loaded_are_dropped,
+        writes_to_the_model_are_lost,
+        the_model_stays_as_it_was,
         a_schedule_that_is_ahead_stands_still,
         numbers_of_groups_do_not_come_back,
         schedules_do_not_come_back,

@@ -26,6 +26,8 @@ from torch_shard._lowering.ops.packed import Lengths
 from torch_shard._lowering.ops.registry import lowers
 from torch_shard._lowering.rows import on_rows
 
+aten = torch.ops.aten
+
 NUM_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 Tensors = list[torch.Tensor]
@@ -355,3 +357,61 @@ def _rnn_back(kind, gates, own, before, outputs, w_hh, projection):
         return (_product(grad, w_hh),), (grad, grad)
 
     return factors, step
+
+
+# What PyTorch runs of a cell on devices that are not the CPU: eager LSTMs and GRUs there come to these.
+
+
+@lowers(aten._thnn_fused_lstm_cell.default)
+def lstm_cell(input_gates, hidden_gates, cell, input_bias=None, hidden_bias=None):
+    """Returns `(hidden, cell, gates)`: the gates, as they are multiplied with, are kept for the backward pass."""
+    gates = _with_biases(input_gates + hidden_gates, input_bias, hidden_bias)
+    i, f, g, o = jnp.split(gates, 4, axis=1)
+    i, f, g, o = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
+    new_cell = f * cell + i * g
+    return o * jnp.tanh(new_cell), new_cell, jnp.concatenate([i, f, g, o], axis=1)
+
+
+@lowers(aten._thnn_fused_lstm_cell_backward_impl.default)
+def lstm_cell_backward(grad_hidden, grad_cell, cell, new_cell, gates, has_bias):
+    """Returns the gradients of the gates before their functions, of the cell, and of each bias."""
+    i, f, g, o = jnp.split(gates, 4, axis=1)
+    squashed = jnp.tanh(new_cell)
+    grad_hidden = jnp.zeros_like(new_cell) if grad_hidden is None else grad_hidden
+    through_cell = grad_hidden * o * (1 - squashed**2)
+    through_cell = through_cell if grad_cell is None else through_cell + grad_cell
+    grad_i = through_cell * g * i * (1 - i)
+    grad_f = through_cell * cell * f * (1 - f)
+    grad_g = through_cell * i * (1 - g**2)
+    grad_o = grad_hidden * squashed * o * (1 - o)
+    grad_gates = jnp.concatenate([grad_i, grad_f, grad_g, grad_o], axis=1)
+    return grad_gates, through_cell * f, jnp.sum(grad_gates, 0) if has_bias else None
+
+
+@lowers(aten._thnn_fused_gru_cell.default)
+def gru_cell(input_gates, hidden_gates, hidden, input_bias=None, hidden_bias=None):
+    """Returns `(hidden, workspace)`: reset, update and new gate, the hidden state, and what the reset gate is of."""
+    input_r, input_z, input_n = jnp.split(_with_biases(input_gates, input_bias), 3, axis=1)
+    hidden_r, hidden_z, hidden_n = jnp.split(_with_biases(hidden_gates, hidden_bias), 3, axis=1)
+    r, z = jax.nn.sigmoid(input_r + hidden_r), jax.nn.sigmoid(input_z + hidden_z)
+    n = jnp.tanh(input_n + r * hidden_n)
+    return n + z * (hidden - n), jnp.concatenate([r, z, n, hidden, hidden_n], axis=1)
+
+
+@lowers(aten._thnn_fused_gru_cell_backward.default)
+def gru_cell_backward(grad_hidden, workspace, has_bias):
+    """Returns the gradients of both kinds of gates, of the hidden state, and of both biases."""
+    r, z, n, hidden, hidden_n = jnp.split(workspace, 5, axis=1)
+    grad_n = grad_hidden * (1 - z) * (1 - n**2)
+    grad_z = grad_hidden * (hidden - n) * z * (1 - z)
+    grad_r = grad_n * hidden_n * r * (1 - r)
+    grad_input = jnp.concatenate([grad_r, grad_z, grad_n], axis=1)
+    grad_recurrent = jnp.concatenate([grad_r, grad_z, grad_n * r], axis=1)
+    biases = (jnp.sum(grad_input, 0), jnp.sum(grad_recurrent, 0)) if has_bias else (None, None)
+    return grad_input, grad_recurrent, grad_hidden * z, *biases
+
+
+def _with_biases(gates, *biases):
+    for bias in biases:
+        gates = gates if bias is None else gates + bias
+    return gates

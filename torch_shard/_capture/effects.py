@@ -1,0 +1,541 @@
+"""What Python does with numbers of a capture besides computing the loss: kept, taken back, and done again.
+
+While a loss is captured, `tensor.item()` gives a `LateNumber`. Where such numbers are when the loss has returned (in a
+list, a dict, an attribute, a global or an enclosing variable) is an effect: a `Write`. Calls that only tell (`print`, a
+logger, the `update` of a metric object) are effects, too: a `WatchedCall`. The capture takes all writes back. After
+each step they are done again with the step's own values.
+"""
+
+import contextlib
+import copy
+import functools
+import gc
+import logging
+import re
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils import _pytree as torch_pytree
+
+from torch_shard._capture.checks import asks_for_types, leads_only_to_raise, only_tells_text
+from torch_shard._capture.data_dependence import current_values
+from torch_shard._capture.effect_plan import EffectPlan, WatchedCall, Write, plain_numbers, template_of
+from torch_shard._capture.function_mode import current_mode
+from torch_shard._capture.guards import metric_kinds
+from torch_shard._capture.late_numbers import (
+    OF_A_TEXT,
+    Computed,
+    Item,
+    LateNumber,
+    Old,
+    evaluate,
+    is_late,
+    leaves_of,
+    patched_math,
+)
+from torch_shard._capture.provenance import asking_frame, calls_seen, current_user_line, is_asked_by_torch
+from torch_shard._capture.side_effects import Kept, Place
+from torch_shard._common.overrides import instead_of
+from torch_shard._common.patching import patched
+
+MOST_LISTED = 1024
+"""Elements of a tensor that `tolist()` gives as late numbers."""
+
+_END_OF_A_TEXT = "\ufdd1"
+_TEXT = re.compile(f"{OF_A_TEXT}(\\d+){_END_OF_A_TEXT}")
+
+
+class Effects:
+    """The late numbers of the capture under way, and what is done with them.
+
+    Attributes:
+        made: The plan, once the loss has returned.
+        before: What was at the places of its writes.
+        counted: Plain numbers that the function has changed.
+        sources: Places with plain numbers that are in what it writes.
+        asked_at: The instructions that asked for the numbers, in order.
+    """
+
+    def __init__(self) -> None:
+        self._mode, self._values = current_mode(), current_values()
+        self.made: EffectPlan | None = None
+        self.before: list[object] = []
+        self.counted: list[Kept] = []
+        self.sources: list[Place] = []
+        self.asked_at: list[tuple[int, int]] = []
+        self._tensors: list[torch.Tensor] = []
+        self._numbers: list[weakref.ref[LateNumber]] = []
+        self._texts: list[tuple[Any, str, str]] = []
+        self._told: set[int] = set()
+        self._calls: list[WatchedCall] = []
+
+    # -- numbers --
+
+    def number(self, tensor: torch.Tensor) -> Any:
+        """The only element of a tensor: itself if it is known, else a late number."""
+        known = self._values.known_values([tensor])
+        if known is not None:
+            return known[0].item()
+        frame = asking_frame()
+        if frame is not None and asks_for_types(frame.f_code):
+            with torch._C.DisableTorchFunction():
+                return tensor.item()
+        assert self._mode is not None
+        if self._mode.answers_at_once and (answers := self._values.values([tensor])) is not None:
+            return answers[0].item()
+        self.asked_at.append((id(frame.f_code), frame.f_lasti) if frame else (0, 0))
+        return self._late(Item(self._keep(tensor), _kind_of(tensor.dtype)))
+
+    def numbers(self, tensor: torch.Tensor) -> Any:
+        """The elements of a tensor as nested lists of late numbers."""
+        if tensor.ndim == 0:
+            return self.number(tensor)
+        return [self.numbers(part) for part in tensor.unbind()]
+
+    def _keep(self, tensor: torch.Tensor) -> int:
+        """Let the program give the present value of a tensor; returns its position."""
+        with torch._C.DisableTorchFunction():
+            self._tensors.append(tensor.detach().clone())
+        return len(self._tensors) - 1
+
+    def _late(self, expression: Any) -> LateNumber:
+        number = LateNumber(expression, self.ask, note=self.note, show=self.show)
+        self.note(number)
+        return number
+
+    def note(self, number: LateNumber) -> None:
+        self._numbers.append(weakref.ref(number))
+
+    def ask(self, expression: Any) -> Any:
+        """Give the value that Python asks for, or refuse."""
+        if isinstance(expression, Computed) and expression.kind is bool:
+            frame = asking_frame()
+            truth = None if frame is None else leads_only_to_raise(frame)
+            if truth is not None:
+                self._values.skipped.append(current_user_line())
+                return truth
+        for leaf in leaves_of(expression):
+            if isinstance(leaf, Old):
+                self._values.refused = (
+                    f"{current_user_line()}\nHere Python asks for a number that the captured function itself keeps of "
+                    "its steps, as a sum or a mean, so that the program would be another one at each step. Ask for it "
+                    "after the step."
+                )  # also where the callable catches the error
+                raise NotImplementedError(self._values.refused)
+        with torch._C.DisableTorchFunction():
+            items = {leaf.position: self._tensors[leaf.position].item() for leaf in leaves_of(expression)}  # pyright: ignore
+        return evaluate(expression, items, {})
+
+    # -- texts --
+
+    def show(self, number: LateNumber, spec: str) -> str:
+        """Let characters stand for a number in a text that is only told; whoever tells the text fills them in."""
+        frame = asking_frame(within_torch=False)
+        if frame is None or not only_tells_text(frame):
+            return format(self._asked_for_text(number.expression), spec)
+        self._texts.append((number.expression, spec, current_user_line()))
+        return f"{OF_A_TEXT}{len(self._texts) - 1}{_END_OF_A_TEXT}"
+
+    def _asked_for_text(self, expression: Any) -> Any:
+        try:
+            return self.ask(expression)
+        except DataDependentOutputException as error:
+            self._values.refused = _text_refused(current_user_line())
+            raise NotImplementedError(self._values.refused) from error
+
+    def _template(self, value: Any) -> Any:
+        assert self._mode is not None
+        containers = self._mode.side_effects.containers()
+        return template_of(value, self._leaf, lambda container: id(container) in containers)
+
+    def _leaf(self, leaf: Any) -> Any:
+        """What stands for a text or a tensor in a template."""
+        if isinstance(leaf, str):
+            return self._text(leaf)
+        return Item(self._keep(leaf), torch.Tensor, leaf.dtype) if self._is_kept(leaf) else leaf
+
+    def _is_kept(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor is of this capture, and depends on its inputs."""
+        assert self._mode is not None
+        if not hasattr(tensor, "fake_mode") or not self._mode.is_of_capture(tensor):
+            return False
+        return self._values.is_traced(tensor) and self._values.known_values([tensor]) is None
+
+    def _is_read(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor from outside is read in this capture."""
+        assert self._mode is not None
+        return self._mode.has_standin(tensor)
+
+    def _text(self, text: str) -> Any:
+        """The template of a text."""
+        parts = _TEXT.split(text)
+        if len(parts) == 1:
+            return text
+        formats: list[Any] = []
+        for index in map(int, parts[1::2]):
+            self._told.add(index)
+            formats.append(self._texts[index])
+        return Computed(_Joined(parts[::2], [spec for _, spec, _ in formats]), tuple(e for e, _, _ in formats), str)
+
+    # -- calls --
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Note what is done within."""
+        assert self._mode is not None
+        self._mode.effects = self
+        with contextlib.ExitStack() as stack:
+            for context in (*patched_math(), *self._watched()):
+                stack.enter_context(context)
+            yield
+
+    def _watched(self) -> Iterator[contextlib.AbstractContextManager[None]]:
+        yield from _Metrics(self._update).contexts()
+        for owner, name in _telling():
+            yield patched(owner, name, self._instead_of_telling)
+        yield patched(logging.Logger, "handle", self._instead_of_handling)
+
+    def _instead_of_telling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def tell(*args: Any, **kwargs: Any) -> Any:
+            if not _has_any_without_value((args, kwargs)) or current_mode() is not self._mode:
+                return original(*args, **kwargs)
+            self._call(original, args, kwargs, of=original)
+            return None
+
+        return tell
+
+    def _instead_of_handling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def handle(logger: logging.Logger, record: logging.LogRecord) -> None:
+            about = {name: value for name, value in vars(record).items() if _has_any_without_value(value)}
+            if not about or current_mode() is not self._mode:
+                original(logger, record)
+                return
+            self._call(
+                _Handled(logger, record, original), (), {"msg": record.msg, "args": record.args, **about}, of=logger
+            )
+
+        return handle
+
+    def _call(self, function: Callable[..., Any], args: Any, kwargs: Any, *, of: object) -> None:
+        dtypes: dict[int, torch.dtype] = {}
+
+        def item(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            kept = Item(self._keep(leaf), torch.Tensor)
+            dtypes[kept.position] = leaf.dtype
+            return kept
+
+        args, kwargs = torch_pytree.tree_map(item, (args, kwargs))
+        self._calls.append(WatchedCall(function, self._template((args, kwargs)), dtypes, of))
+
+    def _update(self, metric: nn.Module, args: Any, kwargs: Any) -> None:
+        if current_mode() is not self._mode:
+            _refuse_metric(metric)
+        self._call(_Update(metric), args, kwargs, of=metric)
+
+    # -- the end of the capture --
+
+    def as_tensors(self, metric: Any) -> Any:
+        """A metric with tensors in the places of late numbers."""
+        items = dict(enumerate(self._tensors))
+
+        def tensor(leaf: Any) -> Any:
+            return evaluate(leaf.expression, items, {}) if type(leaf) is LateNumber and not leaf.is_known else leaf
+
+        return torch_pytree.tree_map(tensor, metric)
+
+    def plan(self) -> EffectPlan:
+        """What is to be done after each step, now that the loss has returned."""
+        assert self._mode is not None
+        with calls_seen(False):  # who sees calls keeps objects that are made in them
+            has_some = bool(self._numbers or self._calls)
+            kept = list(self._mode.side_effects.kept(self._is_kept, self._is_read, also_plain=has_some))
+            self.before = [each.before for each in kept]
+            writes = tuple(Write(each.place, each.action, self._template(each.value)) for each in kept)
+            self.counted = list(self._mode.side_effects.counted())
+            numbers = [number for write in writes for number in plain_numbers(write.template)]
+            self.sources = [place for number in numbers for place in self._mode.side_effects.holding(number)]
+        self.made = plan = EffectPlan(tuple(self._calls), writes)
+        lost = [line for index, (_, _, line) in enumerate(self._texts) if index not in self._told]
+        if lost:
+            raise NotImplementedError(_text_refused(lost[0]))
+        return plan
+
+    @property
+    def may_be_known(self) -> bool:
+        """Whether the host may be able to tell late numbers before the call."""
+        return bool(self._numbers) and self._values.has_inputs
+
+    def like(self, position: int) -> torch.Tensor:
+        """A tensor without memory that is like the one of a position."""
+        tensor = self._tensors[position]
+        return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+
+    def holding(self, value: object) -> list[Place]:
+        """The places that held this very object before."""
+        assert self._mode is not None
+        return list(self._mode.side_effects.holding(value))
+
+    def tensors(self) -> dict[int, torch.Tensor]:
+        """The tensors that the plan needs, or that of an earlier capture like this one, by position."""
+        assert self._mode is not None
+        assert self.made is not None
+        positions = {*self.made.positions, *self._mode.items_wanted}
+        return {position: self._tensors[position] for position in sorted(positions) if position < len(self._tensors)}
+
+    def _left(self) -> list[LateNumber]:
+        """The late numbers that somebody still has."""
+        numbers = (ref() for ref in self._numbers)
+        return [number for number in numbers if number is not None]
+
+    def check_taken_back(self) -> None:
+        """Refuse numbers that are still somewhere, now that all that was seen is as it was."""
+        if not self._left():
+            return
+        gc.collect()  # of cycles, of an error that was caught
+        left = self._left()
+        if not left:
+            return
+        holders = [type(holder).__name__ for holder in gc.get_referrers(left[0]) if holder is not left]
+        raise NotImplementedError(
+            "The captured function keeps a number of the step "
+            + (f"(in a {', a '.join(dict.fromkeys(holders))}) " if holders else "")
+            + "where it is not seen: in an object with slots, in a new object, in a container of C. What is done again "
+            "after each step is an append to a list, an item of a dict, an attribute, a global or an enclosing "
+            "variable. Keep it there, or return it in the metrics."
+        )
+
+
+def _text_refused(line: str) -> str:
+    return (
+        f"{line}\nHere a number of the step becomes a part of a text, and nobody is seen to keep it. What is done again "
+        "after each step is print, a message of a logger, and a text that is appended to a list or set as an attribute "
+        "or an item, where the text stands in the call or in a variable that is used for nothing else. Make the text "
+        "after the step."
+    )
+
+
+_LATER = ("compute", "reset", "merge_state", "state_dict", "load_state_dict")
+
+
+class _Metrics:
+    """Objects of torchmetrics, whose state is Python's and whose checks read values: no call of `update` is made.
+
+    Args:
+        on_update: Is told of the calls: the object, the positional and the keyword arguments.
+    """
+
+    def __init__(self, on_update: Callable[[Any, Any, Any], object]) -> None:
+        self._on_update, self._is_within = on_update, False
+
+    def contexts(self) -> Iterator[contextlib.AbstractContextManager[None]]:
+        """In which this is so."""
+        for kind in metric_kinds():
+            yield patched(kind, "__getattribute__", self._instead)
+
+    def _instead(self, original: Callable[[object, str], Any]) -> Callable[[object, str], Any]:
+        instead = {"update": self._update, "forward": self._forward} | dict.fromkeys(_LATER, _refuse_metric)
+
+        def getattribute(metric: Any, name: str) -> Any:
+            if name in instead and not self._is_within:
+                return functools.partial(instead[name], metric)
+            return original(metric, name)
+
+        return getattribute
+
+    def _update(self, metric: Any, *args: Any, **kwargs: Any) -> None:
+        self._on_update(metric, args, kwargs)
+
+    def _forward(self, metric: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note the update; the result is that of the batch alone, which a program can compute."""
+        self._on_update(metric, args, kwargs)
+        self._is_within = True
+        try:
+            # The tensors of its defaults stay what they are, so that each capture closes over the same.
+            own = {id(tensor): tensor for tensor in _tensors_of(metric)}
+            fresh = copy.deepcopy(metric, own)
+            fresh.sync_on_compute = False  # a compiled step has the whole batch
+            fresh.reset()
+            fresh.update(*args, **kwargs)
+            return fresh.compute()
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise NotImplementedError(
+                f"{current_user_line()}\nHere {type(metric).__name__} gives its value for this batch, which depends on "
+                "the values of tensors in a way that cannot be compiled. Call its update(...) in loss_fn, which is "
+                "made after each step, and compute() outside."
+            ) from error
+        finally:
+            self._is_within = False
+
+
+def _tensors_of(metric: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a metric, or of those in a collection."""
+    for module in metric.modules():
+        for leaf in torch_pytree.tree_leaves(vars(module)):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf
+
+
+def _refuse_metric(metric: object, *args: object, **kwargs: object) -> NoReturn:
+    raise NotImplementedError(
+        f"{current_user_line()}\nHere the captured function uses what a {type(metric).__name__} has gathered in "
+        "earlier steps, or updates it within a repeated layer. Only update(...) in loss_fn itself can be kept: it "
+        "is made after each step. Call the rest after the step, where it has its values."
+    )
+
+
+class _Update:
+    """The call `metric.update(...)`, of the object that it is to be made on."""
+
+    __name__ = "update"
+
+    def __init__(self, metric: Any) -> None:
+        self._metric = metric
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._metric.update(*args, **kwargs)
+
+
+class _Handled:
+    """A message of a logger, to be handled with other values."""
+
+    __name__ = "handle"
+
+    def __init__(self, logger: logging.Logger, record: logging.LogRecord, handle: Callable[..., Any]) -> None:
+        self._logger, self._record, self._handle = logger, copy.copy(record), handle
+        self._record.msg = self._record.args = None
+
+    def __call__(self, **about: Any) -> None:
+        record = copy.copy(self._record)
+        vars(record).update(about, created=time.time())
+        self._handle(self._logger, record)
+
+
+class _Joined:
+    """Joins the parts of a text with numbers between them."""
+
+    def __init__(self, parts: Sequence[str], specs: Sequence[str]) -> None:
+        self._parts, self._specs = tuple(parts), tuple(specs)
+
+    def __call__(self, *numbers: Any) -> str:
+        shown = [*map(format, numbers, self._specs), ""]
+        return "".join(part + number for part, number in zip(self._parts, shown, strict=True))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Joined) and (self._parts, self._specs) == (other._parts, other._specs)
+
+    def __hash__(self) -> int:
+        return hash((self._parts, self._specs))
+
+
+_TELLING = (
+    ("builtins", "", ("print",)),
+    ("torch.utils.tensorboard.writer", "SummaryWriter", ("add_scalar", "add_scalars", "add_text")),
+    ("tensorboardX.writer", "SummaryWriter", ("add_scalar", "add_scalars", "add_text")),
+    ("tqdm.std", "tqdm", ("set_postfix", "set_postfix_str", "set_description", "write")),
+    ("wandb", "", ("log",)),
+    ("mlflow", "", ("log_metric", "log_metrics")),
+)
+"""Functions that only tell: a module, a class in it, and names there."""
+
+
+def _telling() -> Iterator[tuple[Any, str]]:
+    for module_name, class_name, names in _TELLING:
+        module = sys.modules.get(module_name)
+        owner = getattr(module, class_name, None) if class_name else module
+        for name in names if owner is not None else ():
+            if hasattr(owner, name):
+                yield owner, name
+
+
+def _has_any_without_value(value: object) -> bool:
+    return any(map(_has_no_value, torch_pytree.tree_leaves(value)))
+
+
+def _has_no_value(leaf: object) -> bool:
+    """Tell whether an argument has no value yet."""
+    if isinstance(leaf, torch.Tensor):
+        return hasattr(leaf, "fake_mode")
+    return is_late(leaf)
+
+
+def _kind_of(dtype: torch.dtype) -> type:
+    if dtype is torch.bool:
+        return bool
+    if dtype.is_complex:
+        return complex
+    return float if dtype.is_floating_point else int
+
+
+def effects_of_capture() -> Effects | None:
+    """Those of the capture under way, if they are done again."""
+    mode = current_mode()
+    return None if mode is None else mode.effects
+
+
+def _effects_for_asker() -> Effects | None:
+    """The same, unless it is a function of PyTorch that asks."""
+    return None if is_asked_by_torch() else effects_of_capture()
+
+
+@instead_of(torch.Tensor.item)
+def item(tensor: torch.Tensor) -> Any:
+    """The number in a tensor."""
+    effects = _effects_for_asker()
+    return torch.Tensor.item(tensor) if effects is None or tensor.numel() != 1 else effects.number(tensor)
+
+
+@instead_of(torch.Tensor.tolist)
+def tolist(tensor: torch.Tensor) -> Any:
+    """The numbers of a tensor."""
+    values = current_values().values([tensor])
+    if values is not None:
+        return values[0].tolist()
+    effects = _effects_for_asker()
+    if effects is None or tensor.numel() > MOST_LISTED:
+        return torch.Tensor.tolist(tensor)
+    return effects.numbers(tensor)
+
+
+@contextlib.contextmanager
+def undone(plan: EffectPlan) -> Iterator[None]:
+    """Let nothing remain of what is done within: the loss runs in eager torch, for comparison."""
+    before = [(place, place.get()) for place in plan.places]
+    copies = [copy.copy(value) for _, value in before]
+    with contextlib.ExitStack() as stack:
+        contexts = [*_Metrics(lambda *_: None).contexts(), *(patched(*telling, _silent) for telling in _telling())]
+        if any(isinstance(call.function, _Handled) for call in plan.calls):
+            contexts.append(patched(logging.Logger, "handle", _silent))
+        for context in contexts:
+            stack.enter_context(context)
+        try:
+            yield
+        finally:
+            for (place, value), contents in zip(before, copies, strict=True):
+                _put_back(place, value, contents)
+
+
+def _put_back(place: Place, value: Any, contents: Any) -> None:
+    """Give a place the value that it had, and that the items that it had."""
+    place.set(value)
+    if isinstance(value, dict):
+        value.clear()
+        value.update(contents)
+    elif isinstance(value, list):
+        value[:] = contents
+    elif isinstance(value, deque):
+        value.clear()
+        value.extend(contents)
+
+
+def _silent(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: None

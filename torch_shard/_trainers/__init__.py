@@ -1,0 +1,3 @@
+"""What the trainers of other libraries need of a run: updates by the microbatches that their loops hand over."""
+
+from torch_shard._trainers.updates import Updates
