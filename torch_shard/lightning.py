@@ -167,11 +167,6 @@ class _Recorder:
 
         @functools.wraps(original)
         def log(module: nn.Module, name: str, value: Any, *args: Any, **options: Any) -> None:
-            if not name.isprintable():  # a number that is late stands in it
-                raise NotImplementedError(
-                    "OnMesh: the name of what is logged has a number of the step in it, and names are those of the "
-                    "capture. Log it in a hook around the step."
-                )
             options |= dict(zip(_LOG_OPTIONS, args, strict=False))
             if isinstance(value, int | float | bool):
                 value = self._number(value)

@@ -507,7 +507,7 @@ def test_steps_that_cannot_be_compiled_are_refused():
     refused(r"Skips\.training_step returns NoneType without a loss", Skips())
     refused(r"training_step asks for trainer\.optimizers.*LearningRateMonitor", AsksForRates())
     refused(r"a step reads the list ReadsList\.outputs, to which it appends", ReadsList())
-    refused("the name of what is logged has a number of the step in it", NamesNumbers())
+    refused("Here a number of the step becomes a part of a text", NamesNumbers())
 
 
 def test_options_that_the_trainer_says_are_refused():

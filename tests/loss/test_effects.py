@@ -382,22 +382,38 @@ def sum_that_is_asked(model: nn.Module) -> Any:
 
 
 class Slots:
-    __slots__ = ("last",)
+    __slots__ = ("count", "last", "total")
 
     def __init__(self) -> None:
-        self.last = 0.0
+        self.last, self.total, self.count = 0.0, 0.0, 0
 
 
-@refused("keeps a number of the step .*where it is not seen")
+@script
 def in_slots(model: nn.Module) -> Any:
     own = Slots()
 
     def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         loss = square(model, x)
         own.last = loss.item()
+        own.total += own.last
+        own.count += 1
         return loss
 
-    return loss_fn, lambda: own.last
+    return loss_fn, lambda: (own.last, own.total, own.count)
+
+
+@refused("keeps a number of the step .*where it is not seen")
+def in_a_new_object(model: nn.Module) -> Any:
+    kept = []
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = square(model, x)
+        own = Slots()
+        own.last = loss.item()
+        kept.append(own)
+        return loss
+
+    return loss_fn, lambda: kept
 
 
 @refused("nobody is seen to keep it")

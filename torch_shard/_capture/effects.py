@@ -83,7 +83,7 @@ class Effects:
         known = self._values.known_values([tensor])
         if known is not None:
             return known[0].item()
-        frame = asking_frame()
+        frame = asking_frame(within_torch=False)
         if frame is not None and asks_for_types(frame.f_code):
             with torch._C.DisableTorchFunction():
                 return tensor.item()
@@ -309,7 +309,7 @@ class Effects:
         raise NotImplementedError(
             "The captured function keeps a number of the step "
             + (f"(in a {', a '.join(dict.fromkeys(holders))}) " if holders else "")
-            + "where it is not seen: in an object with slots, in a new object, in a container of C. What is done again "
+            + "where it is not seen: in a new object, in a container of C. What is done again "
             "after each step is an append to a list, an item of a dict, an attribute, a global or an enclosing "
             "variable. Keep it there, or return it in the metrics."
         )
@@ -317,10 +317,10 @@ class Effects:
 
 def _text_refused(line: str) -> str:
     return (
-        f"{line}\nHere a number of the step becomes a part of a text, and nobody is seen to keep it. What is done again "
-        "after each step is print, a message of a logger, and a text that is appended to a list or set as an attribute "
-        "or an item, where the text stands in the call or in a variable that is used for nothing else. Make the text "
-        "after the step."
+        f"{line}\nHere a number of the step becomes a part of a text, and nobody is seen to keep it. What is done "
+        "again after each step is print, a message of a logger, and a text that is appended to a list or set as an "
+        "attribute or an item, where the text stands in the call or in a variable that is used for nothing else. Make "
+        "the text after the step."
     )
 
 

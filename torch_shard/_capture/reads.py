@@ -249,9 +249,9 @@ def _refuse_types(code: CodeType, value: object) -> None:
     """Refuse a number of the step that is given to code which asks for types: it is of another class than in torch."""
     if is_late_number(value) and asks_for_types(code) and not current_values().refused:
         current_values().refused = (
-            f'File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}\nThis function is given a number '
-            "of the step, which is not known yet, and asks for the type of a value, or compares with `is True`. Use "
-            "isinstance(value, float), or ask outside of what is captured."
+            f'File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}\nThis function is given a '
+            "number of the step, which is not known yet, and asks for the type of a value, or compares with `is True`. "
+            "Use isinstance(value, float), or ask outside of what is captured."
         )
 
 

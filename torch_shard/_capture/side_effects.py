@@ -54,6 +54,31 @@ class _Alone(dict[str, object]):
         return next(iter(self.values()))
 
 
+class _Slots:
+    """The attributes of an object that has slots for them, by name.
+
+    Args:
+        container: The object.
+    """
+
+    def __init__(self, container: object) -> None:
+        self.container = container
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self.container, name)
+        except AttributeError as error:
+            raise KeyError(name) from error
+
+    def __setitem__(self, name: str, value: object) -> None:
+        setattr(self.container, name, value)
+
+    def pop(self, name: str, default: object) -> None:
+        """Take an attribute away, if it is there."""
+        if hasattr(self.container, name):
+            delattr(self.container, name)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Place:
     """Where a value is: by keys, from a dict of attributes or globals, or from an enclosing variable, on.
@@ -62,7 +87,7 @@ class Place:
 
     Attributes:
         name: For messages.
-        owner: A dict, or a cell of a function.
+        owner: A dict, a cell of a function, or the slots of an object.
         keys: The first of the owner, the others of what is there.
     """
 
@@ -73,7 +98,7 @@ class Place:
     @property
     def key(self) -> tuple[int, tuple[Hashable, ...]]:
         """The same for the same place, in all captures."""
-        owner = self.owner.container if isinstance(self.owner, _Alone) else self.owner
+        owner = self.owner.container if isinstance(self.owner, (_Alone, _Slots)) else self.owner
         return id(owner), tuple(key if isinstance(key, (str, int)) else id(key) for key in self.keys)
 
     def within(self, key: object) -> "Place":
@@ -220,6 +245,7 @@ class SideEffects:
     def __init__(self) -> None:
         self._before: dict[int, _Noted] = {}
         self._variables: dict[tuple[int, object], tuple[Place, object]] = {}
+        self._slots: dict[int, _Slots] = {}
         self._done_again = set[tuple[int, object]]()
         self._room = _MOST  # for other objects that hang on one module
 
@@ -310,10 +336,11 @@ class SideEffects:
             self.note(value.named_modules(prefix=path), entries=False)
         elif is_record(value) or (_is_of_user(value) and hasattr(value, "__dict__")):
             self._note(path, value, (), depth)
-        elif _is_of_user(value):
-            for name, held in _slots_of(value).items():
-                if type(held) in _CONTAINERS:
-                    self.note_value(f"{path}.{name}", held)
+        elif _is_of_user(value) and id(value) not in self._slots:
+            self._room -= 1
+            slots = self._slots[id(value)] = _Slots(value)
+            for name in _slots_of(value):
+                self.note_variable(f"{path}.{name}", slots, name)
 
     def kept(self, is_kept: IsKept, is_read: IsKept, *, also_plain: bool) -> Iterator[Kept]:
         """What of the capture's numbers and tensors is now where something else was, or nothing; once for a container.
@@ -722,7 +749,6 @@ def _is_of_user(value: object) -> bool:
     return any(cls.__module__.split(".")[0] not in below for cls in type(value).__mro__)
 
 
-def _slots_of(value: object) -> dict[str, object]:
+def _slots_of(value: object) -> list[str]:
     members = ((name, member) for cls in type(value).__mro__ for name, member in vars(cls).items())
-    names = [name for name, member in members if isinstance(member, types.MemberDescriptorType)]
-    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return [name for name, member in members if isinstance(member, types.MemberDescriptorType)]
