@@ -120,6 +120,11 @@ class Place:
             held = held.cell_contents if isinstance(held, types.CellType) else held[key]
         return held
 
+    def holder(self) -> Any:
+        """The same, or the object itself whose attribute the value is."""
+        held = self.container()
+        return held.container if isinstance(held, _Slots) else held
+
     def get(self) -> Any:
         """The value now, or `ABSENT`."""
         try:

@@ -96,7 +96,7 @@ class Walk:
         self._without = set[tuple[int, Any]]()
         for place in without:
             with contextlib.suppress(LookupError, ValueError):  # what holds the value is not there now
-                self._without.add((id(place.container()), place.keys[-1]))
+                self._without.add((id(place.holder()), place.keys[-1]))
         self._partly = {holder for holder, _ in self._without}
         self.values: list[tuple[str, Hashable]] = []
         """Name and value, in the order in which they were met: equal in walks that have met the same."""
