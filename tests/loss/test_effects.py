@@ -3,13 +3,14 @@
 import collections
 import copy
 import dataclasses
+import io
 import json
 import logging
 import math
 import pickle
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -348,6 +349,73 @@ def features_of_a_hook(model: nn.Module) -> Any:
     return loss_fn, lambda: [feature.detach() for feature in features]
 
 
+class Pair(NamedTuple):
+    total: float
+    rows: int
+
+
+@script
+def pairs(model: nn.Module) -> Any:
+    own: Any = type("State", (), {})()
+    own.plain, own.named = (0.0, 0), Pair(0.0, 0)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = square(model, x)
+        own.plain = own.plain[0] + loss.item(), own.plain[1] + len(x)
+        own.named = Pair(own.named.total + loss.item(), own.named.rows + len(x))
+        return loss
+
+    return loss_fn, lambda: (own.plain, own.named)
+
+
+@script
+def two_names(model: nn.Module) -> Any:
+    own: Any = type("State", (), {})()
+    history = own.history = []
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = square(model, x)
+        history.append(loss.item())
+        own.history.append(1.0)
+        return loss
+
+    return loss_fn, lambda: (history, own.history)
+
+
+@script
+def counts_and_plain_values(model: nn.Module) -> Any:
+    """Without a number of the step: they are those of each step all the same."""
+    own: Any = type("State", (), {})()
+    own.calls, model.rows, shapes, counts = 0, 0, [], {"calls": 0}
+
+    def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
+        own.calls += 1
+        model.rows += len(x)
+        counts["calls"] += 1
+        shapes.append(tuple(x.shape))
+        return square(model, x) / len(x)
+
+    return loss_fn, lambda: (own.calls, model.rows, counts, shapes)
+
+
+@script
+def counted_and_told(model: nn.Module) -> Any:
+    own: Any = type("State", (), {})()
+    own.step, lines = 0, []
+    logger = logging.getLogger("of this test")
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        own.step += 1
+        loss = square(model, x)
+        print(f"step {own.step}: {loss.item():.3f}")  # noqa: T201
+        print("step", own.step, x.shape, x.dtype)  # noqa: T201
+        logger.warning("step %d of %d rows", own.step, len(x))
+        lines.append(f"step {own.step}: {loss.item():.3f}")
+        return loss
+
+    return loss_fn, lambda: (own.step, lines)
+
+
 @refused("Here Python needs the value of a tensor")
 def asked(model: nn.Module) -> Any:
     def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -379,6 +447,95 @@ def sum_that_is_asked(model: nn.Module) -> Any:
         return loss
 
     return loss_fn, lambda: own.total
+
+
+@refused("Here Python asks for a number that the captured function itself keeps")
+def loss_of_the_last_step(model: nn.Module) -> Any:
+    own: Any = type("State", (), {})()
+    own.loss = 1.0
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = square(model, x) * own.loss
+        own.loss = loss.item()
+        return loss
+
+    return loss_fn, lambda: own.loss
+
+
+@refused("each call of the captured function changes history")
+def length_that_is_asked(model: nn.Module) -> Any:
+    history: list[float] = []
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = square(model, x) * (2 if len(history) > 2 else 1)
+        history.append(loss.item())
+        return loss
+
+    return loss_fn, lambda: history
+
+
+@refused("Here Python asks for a number that the captured function itself keeps .* a count")
+def count_that_is_asked(model: nn.Module) -> Any:
+    own: Any = type("State", (), {})()
+    own.step = 0
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        own.step += 1
+        return square(model, x) * (2 if own.step > 2 else 1)
+
+    return loss_fn, lambda: own.step
+
+
+@refused("Here Python needs the value of a tensor")
+def error_that_is_caught(model: nn.Module) -> Any:
+    kept = []
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = square(model, x)
+        try:
+            kept.append("zero" if int(loss.item()) == 0 else "more")
+        except Exception:
+            kept.append("none")
+        return loss
+
+    return loss_fn, lambda: kept
+
+
+@refused("Here Python needs the value of a tensor")
+def type_that_is_asked(model: nn.Module) -> Any:
+    kept = []
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = square(model, x)
+        kept.append(type(loss.item()) is float)
+        return loss
+
+    return loss_fn, lambda: kept
+
+
+@refused("nobody is seen to keep it")
+def part_of_a_text(model: nn.Module) -> Any:
+    lines = []
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = square(model, x)
+        lines.append(f"{loss.item():.6f}"[:4])
+        return loss
+
+    return loss_fn, lambda: lines
+
+
+@refused("nobody is seen to keep it")
+def text_in_a_file(model: nn.Module) -> Any:
+    file = io.StringIO()
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = square(model, x)
+        line = f"{loss.item():.3f}"
+        file.write(line.rjust(20))
+        return loss
+
+    return loss_fn, file.getvalue
 
 
 class Slots:
@@ -503,6 +660,17 @@ def test_what_cannot_be_done_again_is_refused_and_taken_back(name: str) -> None:
     with refuses(rf"(?s){match}", NotImplementedError):
         step(step.init(), BATCHES[0])
     assert read() == before
+
+
+def test_what_a_loss_printed_before_it_failed_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        print("rows of", x.shape)  # noqa: T201
+        return model(x[:, :3]).mean()
+
+    step = sgd_step(net(), loss_fn, (4, 2))
+    with pytest.raises(RuntimeError, match="must have same reduction dim"):
+        step(step.init(), BATCHES[0])
+    assert capsys.readouterr().out == "rows of torch.Size([8, 4])\n"
 
 
 def test_microbatches_are_done_one_after_the_other() -> None:

@@ -14,7 +14,7 @@ from torch_shard._capture.autocast import (
 from torch_shard._capture.autograd_functions import leaves_behind, runs_user_backward
 from torch_shard._capture.constants import bits_of, is_literal, tensors_in
 from torch_shard._capture.data_dependence import DEVICE_OF, current_values, within_operator
-from torch_shard._capture.effect_plan import EffectPlan, WatchedCall, Write, evaluated, is_number
+from torch_shard._capture.effect_plan import EffectPlan, Write, evaluated, is_number
 from torch_shard._capture.effects import Effects, effects_of_capture, undone
 from torch_shard._capture.fakes import (
     StaleTensor,

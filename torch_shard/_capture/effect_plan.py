@@ -22,6 +22,7 @@ from torch_shard._capture.late_numbers import (
     is_expression,
     key_of,
     leaves_of,
+    partly_evaluated,
 )
 from torch_shard._capture.side_effects import ABSENT, Place
 from torch_shard._capture.watched import is_watched
@@ -52,13 +53,18 @@ def template_of(value: Any, leaf: Callable[[Any], Any], is_old: Callable[[object
         items = [template_of(item, leaf, is_old) for item in value]
         if isinstance(value, collections.deque):
             return collections.deque(items, value.maxlen)
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return as_tuple(type(value), items) if isinstance(value, tuple) else type(value)(items)
     if isinstance(value, dict):
         filled = copy.copy(value)
         for key, item in value.items():
             filled[key] = template_of(item, leaf, is_old)
         return filled
     return value
+
+
+def as_tuple(cls: type[tuple[Any, ...]], items: list[Any]) -> tuple[Any, ...]:
+    """A tuple of a class, which may be a named one."""
+    return cls(*items) if hasattr(cls, "_fields") else cls(items)
 
 
 def fill(template: Any, value_of: Callable[[Any], Any]) -> Any:
@@ -71,7 +77,7 @@ def fill(template: Any, value_of: Callable[[Any], Any]) -> Any:
         items = [fill(item, value_of) for item in template]
         if isinstance(template, collections.deque):
             return collections.deque(items, template.maxlen)
-        return type(template)(*items) if hasattr(template, "_fields") else type(template)(items)
+        return as_tuple(type(template), items) if isinstance(template, tuple) else type(template)(items)
     if isinstance(template, dict):
         filled = copy.copy(template)
         for key, item in template.items():
@@ -205,7 +211,8 @@ def kind_of_value(value: Any) -> Hashable:
         return "tensor", tuple(value.shape), value.dtype
     if isinstance(value, collections.deque):
         return "queue", value.maxlen
-    return value.base if is_watched(value) else type(value)
+    kind = value.base if is_watched(value) else type(value)
+    return (kind, len(value)) if isinstance(value, tuple) else kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,6 +332,10 @@ class EffectPlan:
         """The places that a step writes to."""
         return tuple(write.parent or write.place for write in self.writes)
 
+    def sets(self, place: Place) -> bool:
+        """Tell whether a value is set at a place, or in what is around it."""
+        return any(is_at(write.place, place) for write in self.writes if write.action == "set")
+
     @property
     def unread_places(self) -> tuple[Place, ...]:
         """The places that a program does not depend on."""
@@ -390,6 +401,7 @@ class _Join:
 
     def __init__(self, own: Hashable, before: Mapping[Hashable, Any]) -> None:
         self._own, self._before = own, before
+        self._others = {key: number for key, number in before.items() if key != own and number is not ABSENT}
 
     def joined(self, first: Any, second: Any) -> Any:
         """Join the templates of the first and of the second capture.
@@ -399,11 +411,10 @@ class _Join:
         """
         if isinstance(second, Old):
             return self._old(first, second)
-        if isinstance(first, Computed) and isinstance(second, Computed):
-            if first.function != second.function or len(first.args) != len(second.args):
-                raise OtherwiseError
-            pairs = zip(first.args, second.args, strict=True)
-            return Computed(second.function, tuple(self.joined(a, b) for a, b in pairs), second.kind)
+        if is_expression(second) and self._is_alike(first, second):
+            return second
+        if all(isinstance(each, Computed) for each in (first, second)):
+            return self._computed(first, second)
         if type(first) is not type(second):
             raise OtherwiseError
         if isinstance(second, dict):
@@ -417,10 +428,20 @@ class _Join:
             if len(first) != len(second):
                 raise OtherwiseError
             items = [self.joined(a, b) for a, b in zip(first, second, strict=True)]
-            return type(second)(*items) if hasattr(second, "_fields") else type(second)(items)
+            return as_tuple(type(second), items) if isinstance(second, tuple) else type(second)(items)
         if _template_key(first) != _template_key(second):
             raise OtherwiseError
         return second
+
+    def _is_alike(self, first: Any, second: Any) -> bool:
+        """Tell whether an expression with the numbers of other places in it is what the first capture has."""
+        return key_of(partly_evaluated(second, self._others)) == key_of(first)
+
+    def _computed(self, first: Computed, second: Computed) -> Computed:
+        if first.function != second.function or len(first.args) != len(second.args):
+            raise OtherwiseError
+        pairs = zip(first.args, second.args, strict=True)
+        return Computed(second.function, tuple(self.joined(a, b) for a, b in pairs), second.kind)
 
     def _old(self, first: Any, second: Old) -> Any:
         if second.place == self._own:

@@ -26,7 +26,14 @@ from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture.checks import asks_for_types, leads_only_to_raise, only_tells_text
 from torch_shard._capture.data_dependence import current_values
-from torch_shard._capture.effect_plan import EffectPlan, WatchedCall, Write, plain_numbers, template_of
+from torch_shard._capture.effect_plan import (
+    EffectPlan,
+    WatchedCall,
+    Write,
+    expressions_in,
+    plain_numbers,
+    template_of,
+)
 from torch_shard._capture.function_mode import current_mode
 from torch_shard._capture.guards import metric_kinds
 from torch_shard._capture.late_numbers import (
@@ -36,17 +43,27 @@ from torch_shard._capture.late_numbers import (
     LateNumber,
     Old,
     evaluate,
+    is_expression,
     is_late,
     leaves_of,
     patched_math,
 )
-from torch_shard._capture.provenance import asking_frame, calls_seen, current_user_line, is_asked_by_torch
-from torch_shard._capture.side_effects import Kept, Place
+from torch_shard._capture.provenance import (
+    asking_frame,
+    calls_seen,
+    current_user_line,
+    is_asked_by_torch,
+    is_own_file,
+)
+from torch_shard._capture.side_effects import Kept, Place, is_plain
 from torch_shard._common.overrides import instead_of
 from torch_shard._common.patching import patched
 
 MOST_LISTED = 1024
 """Elements of a tensor that `tolist()` gives as late numbers."""
+
+_SHOWN_ALIKE = (type(None), torch.dtype, torch.device)
+"""Types, besides those of numbers and texts, whose values are shown alike at all times."""
 
 _END_OF_A_TEXT = "\ufdd1"
 _TEXT = re.compile(f"{OF_A_TEXT}(\\d+){_END_OF_A_TEXT}")
@@ -58,7 +75,8 @@ class Effects:
     Attributes:
         made: The plan, once the loss has returned.
         before: What was at the places of its writes.
-        counted: Plain numbers that the function has changed.
+        counted: Plain numbers that the function has changed, outside of modules.
+        counted_in_modules: The same in modules, which take them back.
         sources: Places with plain numbers that are in what it writes.
         asked_at: The instructions that asked for the numbers, in order.
     """
@@ -68,6 +86,7 @@ class Effects:
         self.made: EffectPlan | None = None
         self.before: list[object] = []
         self.counted: list[Kept] = []
+        self.counted_in_modules: list[Kept] = []
         self.sources: list[Place] = []
         self.asked_at: list[tuple[int, int]] = []
         self._tensors: list[torch.Tensor] = []
@@ -125,8 +144,8 @@ class Effects:
             if isinstance(leaf, Old):
                 self._values.refused = (
                     f"{current_user_line()}\nHere Python asks for a number that the captured function itself keeps of "
-                    "its steps, as a sum or a mean, so that the program would be another one at each step. Ask for it "
-                    "after the step."
+                    "its steps, as a sum, a mean or a count, so that the program would be another one at each step. "
+                    "Ask for it after the step, or pass it in the batch."
                 )  # also where the callable catches the error
                 raise NotImplementedError(self._values.refused)
         with torch._C.DisableTorchFunction():
@@ -150,10 +169,10 @@ class Effects:
             self._values.refused = _text_refused(current_user_line())
             raise NotImplementedError(self._values.refused) from error
 
-    def _template(self, value: Any) -> Any:
+    def _template(self, value: Any, leaf: Callable[[Any], Any]) -> Any:
         assert self._mode is not None
         containers = self._mode.side_effects.containers()
-        return template_of(value, self._leaf, lambda container: id(container) in containers)
+        return template_of(value, leaf, lambda container: id(container) in containers)
 
     def _leaf(self, leaf: Any) -> Any:
         """What stands for a text or a tensor in a template."""
@@ -205,7 +224,10 @@ class Effects:
     def _instead_of_telling(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def tell(*args: Any, **kwargs: Any) -> Any:
-            if not _has_any_without_value((args, kwargs)) or current_mode() is not self._mode:
+            is_method = "." in original.__qualname__
+            told = [*args[is_method:], *(value for name, value in kwargs.items() if name != "file")]
+            is_told_later = _has_any_without_value((args, kwargs)) or is_plain(told, _SHOWN_ALIKE)
+            if not is_told_later or current_mode() is not self._mode:
                 return original(*args, **kwargs)
             self._call(original, args, kwargs, of=original)
             return None
@@ -215,7 +237,8 @@ class Effects:
     def _instead_of_handling(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def handle(logger: logging.Logger, record: logging.LogRecord) -> None:
             about = {name: value for name, value in vars(record).items() if _has_any_without_value(value)}
-            if not about or current_mode() is not self._mode:
+            is_plain_one = is_own_file(record.pathname) and is_plain((record.msg, record.args), _SHOWN_ALIKE)
+            if not (about or is_plain_one) or current_mode() is not self._mode:
                 original(logger, record)
                 return
             self._call(
@@ -227,15 +250,23 @@ class Effects:
     def _call(self, function: Callable[..., Any], args: Any, kwargs: Any, *, of: object) -> None:
         dtypes: dict[int, torch.dtype] = {}
 
-        def item(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            kept = Item(self._keep(leaf), torch.Tensor)
-            dtypes[kept.position] = leaf.dtype
+        def leaf(value: Any) -> Any:
+            if isinstance(value, str):
+                return self._text(value)
+            if not _has_no_value(value):
+                return value
+            kept = Item(self._keep(value), torch.Tensor)
+            dtypes[kept.position] = value.dtype
             return kept
 
-        args, kwargs = torch_pytree.tree_map(item, (args, kwargs))
-        self._calls.append(WatchedCall(function, self._template((args, kwargs)), dtypes, of))
+        self._calls.append(WatchedCall(function, self._template((args, kwargs), leaf), dtypes, of))
+
+    def tell_what_is_known(self) -> None:
+        """Make the calls that have no number of a step in them."""
+        for call in self._calls:
+            if not expressions_in(call.template):
+                args, kwargs = call.template
+                call.function(*args, **kwargs)
 
     def _update(self, metric: nn.Module, args: Any, kwargs: Any) -> None:
         if current_mode() is not self._mode:
@@ -260,8 +291,9 @@ class Effects:
             has_some = bool(self._numbers or self._calls)
             kept = list(self._mode.side_effects.kept(self._is_kept, self._is_read, also_plain=has_some))
             self.before = [each.before for each in kept]
-            writes = tuple(Write(each.place, each.action, self._template(each.value)) for each in kept)
-            self.counted = list(self._mode.side_effects.counted())
+            writes = tuple(Write(each.place, each.action, self._template(each.value, self._leaf)) for each in kept)
+            self.counted = list(self._mode.side_effects.counted(of_modules=False))
+            self.counted_in_modules = list(self._mode.side_effects.counted(of_modules=True))
             numbers = [number for write in writes for number in plain_numbers(write.template)]
             self.sources = [place for number in numbers for place in self._mode.side_effects.holding(number)]
         self.made = plan = EffectPlan(tuple(self._calls), writes)
@@ -273,7 +305,7 @@ class Effects:
     @property
     def may_be_known(self) -> bool:
         """Whether the host may be able to tell late numbers before the call."""
-        return bool(self._numbers) and self._values.has_inputs
+        return bool(self._numbers) and self._values.has_inputs and not self._left()
 
     def like(self, position: int) -> torch.Tensor:
         """A tensor without memory that is like the one of a position."""
@@ -305,6 +337,8 @@ class Effects:
         left = self._left()
         if not left:
             return
+        assert self._mode is not None
+        self._mode.side_effects.restore(is_whole=True)
         holders = [type(holder).__name__ for holder in gc.get_referrers(left[0]) if holder is not left]
         raise NotImplementedError(
             "The captured function keeps a number of the step "
@@ -429,6 +463,18 @@ class _Joined:
     def __call__(self, *numbers: Any) -> str:
         shown = [*map(format, numbers, self._specs), ""]
         return "".join(part + number for part, number in zip(self._parts, shown, strict=True))
+
+    def partly(self, numbers: Sequence[Any]) -> Computed:
+        """The text with the numbers that are known: of the others there are expressions."""
+        parts, specs, others = [self._parts[0]], list[str](), list[Any]()
+        for number, spec, part in zip(numbers, self._specs, self._parts[1:], strict=True):
+            if is_expression(number):
+                parts.append(part)
+                specs.append(spec)
+                others.append(number)
+            else:
+                parts[-1] += format(number, spec) + part
+        return Computed(_Joined(parts, specs), tuple(others), str)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Joined) and (self._parts, self._specs) == (other._parts, other._specs)

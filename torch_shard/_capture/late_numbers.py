@@ -82,6 +82,24 @@ def evaluate(expression: Any, items: Sequence[Any] | Mapping[int, Any], old: Map
             return expression
 
 
+def partly_evaluated(expression: Any, old: Mapping[Hashable, Any]) -> Any:
+    """An expression with the values of places in it, or its value if it needs no more.
+
+    Args:
+        expression: An expression, or a plain value.
+        old: The values of places that are known, by key.
+    """
+    if isinstance(expression, Old):
+        return old.get(expression.place, expression)
+    if not isinstance(expression, Computed):
+        return expression
+    args = tuple(partly_evaluated(argument, old) for argument in expression.args)
+    if not any(map(is_expression, args)):
+        return expression.function(*args)
+    partly: Any = getattr(expression.function, "partly", None)  # of a text
+    return Computed(expression.function, args, expression.kind) if partly is None else partly(args)
+
+
 def leaves_of(expression: Any) -> list[Item | Old]:
     """The items and old values that an expression depends on."""
     if isinstance(expression, (Item, Old)):

@@ -334,7 +334,7 @@ class SideEffects:
             value = (*(value.__defaults__ or ()), value.__kwdefaults__ or {})
         elif isinstance(value, types.MethodType) and not isinstance(value.__self__, nn.Module):
             value = value.__self__
-        if type(value) in (*_CONTAINERS, tuple):
+        if _is_container(value):
             for item in _items(value)[:_MOST]:
                 self._look_into(path, item, depth - 1)
         elif isinstance(value, nn.Module):
@@ -388,9 +388,15 @@ class SideEffects:
             for kept in differences.at(place, old, None, place.get()):
                 yield kept, key
 
-    def counted(self) -> Iterator[Kept]:
-        """The plain numbers that are others now than before: counts, as of calls."""
+    def counted(self, *, of_modules: bool) -> Iterator[Kept]:
+        """The plain numbers that are others now than before: counts, as of calls.
+
+        Args:
+            of_modules: Those in modules and in records, or those elsewhere.
+        """
         for noted in self._before.values():
+            if noted.whole != of_modules:
+                continue
             now = noted.now
             for name, old in noted.values.items():
                 place, contents = noted.place(name), noted.contents.get(name)
@@ -401,7 +407,7 @@ class SideEffects:
                     items = ((key, same.value, old.get(key)) for key, same, _ in before)
                     yield from (Kept(place.within(key), "set", a, b) for key, a, b in items if _is_counted(a, b))
         for place, old in self._variables.values():
-            if _is_counted(old, new := place.get()):
+            if not of_modules and _is_counted(old, new := place.get()):
                 yield Kept(place, "set", old, new)
 
     def holding(self, value: object) -> Iterator[Place]:
@@ -429,11 +435,15 @@ class SideEffects:
         _note_containers((value for _, value in self._variables.values()), met)
         return met
 
-    def restore(self) -> list[Change]:
-        """Put every attribute back, contents of containers too; return what had changed."""
-        changes = [change for noted in self._before.values() for change in _restore(noted, self._done_again)]
+    def restore(self, *, is_whole: bool = False) -> list[Change]:
+        """Put every attribute back, contents of containers too; return what had changed.
+
+        Args:
+            is_whole: Also plain values outside of modules.
+        """
+        changes = [change for noted in self._before.values() for change in _restore(noted, self._done_again, is_whole)]
         for key, (place, old) in self._variables.items():
-            if key in self._done_again or has_late(place.get()):
+            if is_whole or key in self._done_again or has_late(place.get()):
                 place.set(old)
         return changes
 
@@ -449,13 +459,13 @@ def _values_in(contents: Any) -> Iterator[object]:
             yield from _values_in(inner)
 
 
-def _restore(noted: _Noted, done_again: Set[tuple[int, object]]) -> Iterator[Change]:
+def _restore(noted: _Noted, done_again: Set[tuple[int, object]], is_whole: bool) -> Iterator[Change]:
     now = noted.now
     for name in list({**noted.values, **now}):
         old, new, contents = noted.values.get(name, ABSENT), now.get(name, ABSENT), noted.contents.get(name)
         same = old is new and (contents is None or contents_of(new) == contents)
         repaired = name in noted.skipped or not noted.whole
-        is_done_again = (id(noted.owner), name) in done_again
+        is_done_again = is_whole or (id(noted.owner), name) in done_again
         if same or (repaired and not is_done_again and not _has_fake(new) and not has_late(new)):
             continue
         left = _copy(new)
@@ -483,16 +493,18 @@ class _Differences:
 
     Args:
         is_kept: Tells of a tensor of the capture whether it can be put there after each call.
-        also_plain: Also what was added to lists and is a plain value.
+        also_plain: Also plain values that are put into lists.
     """
 
     def __init__(self, is_kept: IsKept, also_plain: bool) -> None:
         self._is_kept, self._also_plain = is_kept, also_plain
+        self._only_plain = False
 
     def at(self, place: Place, old: object, contents: Any, new: Any) -> Iterator[Kept]:
         """All that was done at a place, and in the containers there."""
         is_list = old is new and contents is not None and isinstance(new, (list, collections.deque))
-        if self._has_some(new) or (self._also_plain and is_list):
+        self._only_plain = not self._has_some(new)
+        if not self._only_plain or (self._also_plain and is_list):
             yield from self._all(place, old, contents, new)
 
     def _has_some(self, value: object) -> bool:
@@ -501,6 +513,8 @@ class _Differences:
 
     def _can_be_repeated(self, place: Place, value: object) -> bool:
         """Tell whether a value can be made again; one with a tensor alone that is not kept is only put back."""
+        if self._only_plain and not is_plain(value, (type(None),)):
+            return False  # another object at each call
         fakes = [leaf for leaf in _leaves(value) if _is_fake(leaf)]
         if all(map(self._is_kept, fakes)):
             return True
@@ -527,7 +541,8 @@ class _Differences:
     def _items(self, place: Place, contents: Any, new: Any) -> Iterator[Kept]:
         """What was done to a list or a queue."""
         before, now = [same.value for _, same, _ in contents], list(new)
-        if isinstance(new, collections.deque) and new.maxlen == len(now):  # the first items may have dropped out
+        size = getattr(new, "maxlen", None)
+        if size == len(now):  # of a queue: the first items may have dropped out
             num_dropped = next(n for n in range(len(before) + 1) if _are_same(before[n:], now[: len(before) - n]))
             before, contents = before[num_dropped:], contents[num_dropped:]
 
@@ -692,7 +707,7 @@ def _items(value: Any) -> list[object]:
 
 def _leaves(value: Any, depth: int = _DEPTH) -> Iterator[object]:
     """What is in a container, and in those in it; keys too."""
-    if type(value) not in (*_CONTAINERS, tuple) or depth < 0:
+    if not _is_container(value) or depth < 0:
         yield value
         return
     for item in [*value, *_items(value)] if isinstance(value, dict) else value:
@@ -705,9 +720,14 @@ def _containers_in(value: Any) -> Iterator[object]:
         return
     if isinstance(value, (list, dict, collections.deque)):
         yield value
-    if type(value) in (*_CONTAINERS, tuple):
+    if _is_container(value):
         for item in _items(value):
             yield from _containers_in(item)
+
+
+def _is_container(value: object) -> bool:
+    is_named = isinstance(value, tuple) and hasattr(value, "_fields")
+    return is_named or type(value) in (*_CONTAINERS, tuple, torch.Size)
 
 
 def has_late(value: object) -> bool:
@@ -723,9 +743,9 @@ def _is_fake(leaf: object) -> TypeGuard[torch.Tensor]:
     return isinstance(leaf, torch.Tensor) and hasattr(leaf, "fake_mode")
 
 
-def is_plain(value: object) -> bool:
-    """Tell whether a value is a number, a string or a container of such."""
-    return all(isinstance(leaf, NUMBERS) for leaf in _leaves(value))
+def is_plain(value: object, more: tuple[type, ...] = ()) -> bool:
+    """Tell whether a value is a number, a string or a container of such, or of more types."""
+    return all(isinstance(leaf, (*NUMBERS, *more)) for leaf in _leaves(value))
 
 
 def is_record(value: object) -> bool:

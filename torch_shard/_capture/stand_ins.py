@@ -20,6 +20,7 @@ from torch_shard._capture.effect_plan import (
     OtherwiseError,
     Unread,
     Write,
+    as_tuple,
     expressions_in,
     is_at,
     is_plain_number,
@@ -44,6 +45,7 @@ class StandIn:
         is_needed: Whether numbers of a step are kept there, so that the first capture cannot be used without knowing.
         template: What the first capture set there.
         instead: What is to stand there if the second capture reads what is there.
+        within: The places in it whose numbers are late.
     """
 
     place: Place
@@ -52,6 +54,7 @@ class StandIn:
     is_needed: bool
     template: Any = None
     instead: "tuple[StandIn, ...]" = ()
+    within: tuple[Place, ...] = ()
 
     @property
     def is_instead_of_nothing(self) -> bool:
@@ -127,6 +130,10 @@ class StandIns:
             empty.clear()
             value = empty if isinstance(empty, dict) else watched(empty)
             yield StandIn(place, before, value, is_needed, template)
+        elif isinstance(before, tuple) and type(before) is type(template) and all(map(is_plain_number, before)):
+            within = tuple(place.within(index) for index in range(len(before)))
+            items = [self._old(inner, type(item)) for inner, item in zip(within, before, strict=True)]
+            yield StandIn(place, before, as_tuple(type(before), items), is_needed, template, within=within)
         elif isinstance(before, (list, tuple, collections.deque)) and type(before) is type(template):
             yield StandIn(place, before, watched(before), is_needed, template)
         elif type(before) is dict and type(template) is dict:
@@ -137,7 +144,7 @@ class StandIns:
 
     def _of_counts(self) -> Iterator[StandIn]:
         """Of plain numbers that the function has changed, or that are in what it writes."""
-        others = [(count.place, count.before) for count in self._first.counted]
+        others = [(count.place, count.before) for count in (*self._first.counted, *self._first.counted_in_modules)]
         others += [(place, place.get()) for place in self._first.sources]
         for place, before in others:
             if type(before) in (int, float):
@@ -178,7 +185,8 @@ class StandIns:
         assert then is not None
         if self._first.asked_at != second.asked_at or self.reads(then, made):
             return None
-        numbers = {each.place.key: plain(each.before) for each in made}
+        places: dict[Hashable, Place] = {place.key: place for each in made for place in (each.place, *each.within)}
+        numbers = {key: plain(place.get()) for key, place in places.items()}
         try:
             if not first.calls_alike(then, numbers):
                 return None
@@ -189,7 +197,6 @@ class StandIns:
             if not any(is_at(write.place, other.place) or is_at(other.place, write.place) for other in writes):
                 return None
         plan = EffectPlan(then.calls, writes)
-        places = {each.place.key: each.place for each in made}
         if not places.keys() >= set(plan.old_numbers):
             return None
         old_places = {key: places[key] for key in plan.old_numbers}

@@ -159,13 +159,15 @@ def capture(
         graph, changes, effects = run()
     except (TypeError, ValueError, RuntimeError, KeyError, AttributeError, NotImplementedError) as error:
         if not _may_be_known(modes):
+            _tell_what_is_known(modes)
             raise
         run = functools.partial(run, answers_at_once=True)
         try:
             graph, changes, effects = run()
         except Exception:
+            _tell_what_is_known(modes)
             raise error from None
-    if effects is not None and effects.made:
+    if effects is not None and (effects.made or effects.counted or effects.counted_in_modules):
         code = code or (lambda graph: [graph.module.code])
         graph, changes = _with_plan(graph, changes, effects, run, code)
     again = functools.partial(run, explain=False)
@@ -185,6 +187,12 @@ def _may_be_known(modes: list[CaptureMode]) -> bool:
     return effects is not None and effects.may_be_known
 
 
+def _tell_what_is_known(modes: list[CaptureMode]) -> None:
+    """Print what a callable that failed has printed: it may say why."""
+    if modes and modes[-1].effects is not None:
+        modes[-1].effects.tell_what_is_known()
+
+
 def _with_plan(
     graph: Captured[Aux],
     changes: list[Change],
@@ -196,7 +204,8 @@ def _with_plan(
     plan, first = effects.made, code(graph)
     assert plan is not None
     stand_ins, reads = StandIns(effects), list[str]()
-    for count in effects.counted:
+    counted = [*effects.counted, *effects.counted_in_modules]
+    for count in counted:
         count.place.set(count.before)
     failure: Exception | None = None
     made: list[StandIn] = []
@@ -214,14 +223,18 @@ def _with_plan(
         reads = stand_ins.reads(later.made, made)
         is_same = code(second) == first and same_closure(graph, second)
         if is_same and (both := stand_ins.merged(later, made)) is not None:
+            not_done = [count.place.name for count in effects.counted if not both.sets(count.place)]
+            if not_done:
+                raise _reads_what_it_writes(not_done, reads) from failure
             return dataclasses.replace(second, effects=both), later_changes
 
-    for count in effects.counted:
-        count.place.set(count.value)
-    if made:
+    if made or effects.counted:
         if isinstance(failure, NotImplementedError):
             raise failure
-        raise _reads_what_it_writes([each.place.name for each in made], reads) from failure
+        names = [each.place.name for each in made] or [count.place.name for count in effects.counted]
+        raise _reads_what_it_writes(names, reads) from failure
+    for count in counted:
+        count.place.set(count.value)
     unread = stand_ins.unread(plan, [])
     return dataclasses.replace(graph, effects=dataclasses.replace(plan, unread=unread)), changes
 
@@ -230,9 +243,9 @@ def _reads_what_it_writes(names: list[str], reads: list[str]) -> NotImplementedE
     lines = "".join(f"{line}\n" for line in dict.fromkeys(reads))
     places = ", ".join(dict.fromkeys(names))
     return NotImplementedError(
-        f"{lines}{caller()}: the captured function keeps numbers of its steps in {places}, and what is there decides "
-        "what it does, so that the program would be another one at each step. Keep or read it after the step, or "
-        "return the numbers in the metrics."
+        f"{lines}{caller()}: each call of the captured function changes {places}, as a count, a sum or a list, and "
+        "what is there decides what it does, so that the program would be another one at each step. Change or read it "
+        "after the step, pass it in the batch, or return the numbers in the metrics."
     )
 
 

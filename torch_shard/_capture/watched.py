@@ -174,6 +174,6 @@ def watched(container: Any) -> Any:
     return WatchedTuple(container) if isinstance(container, tuple) else WatchedList(container)
 
 
-def is_watched(value: object) -> bool:
+def is_watched(value: Any) -> bool:
     """Tell whether a value is such a container."""
     return isinstance(value, _Watched)
