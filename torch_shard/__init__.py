@@ -85,6 +85,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
         make_eval_step,
         make_train_step,
     )
+    from torch_shard._trainers import TrainFunction, train_step
     from torch_shard._tune import Tuning, load_tuned, tune
 
     register()  # the device `jax`, and methods on torch.Tensor: all that importing this package changes
@@ -120,6 +121,7 @@ __all__ = [
     "Rows",
     "Run",
     "ShardingPlan",
+    "TrainFunction",
     "TrainState",
     "TrainStep",
     "Tuning",
@@ -170,6 +172,7 @@ __all__ = [
     "prove",
     "torch_view",
     "tpmap",
+    "train_step",
     "tune",
     "unshard",
     "visualize_sharding",

@@ -443,7 +443,8 @@ class SideEffects:
         """
         changes = [change for noted in self._before.values() for change in _restore(noted, self._done_again, is_whole)]
         for key, (place, old) in self._variables.items():
-            if is_whole or key in self._done_again or has_late(place.get()):
+            is_put_back = is_whole and not callable(old)  # a function was noted as others had replaced it for a while
+            if is_put_back or key in self._done_again or has_late(place.get()):
                 place.set(old)
         return changes
 
@@ -465,7 +466,7 @@ def _restore(noted: _Noted, done_again: Set[tuple[int, object]], is_whole: bool)
         old, new, contents = noted.values.get(name, ABSENT), now.get(name, ABSENT), noted.contents.get(name)
         same = old is new and (contents is None or contents_of(new) == contents)
         repaired = name in noted.skipped or not noted.whole
-        is_done_again = is_whole or (id(noted.owner), name) in done_again
+        is_done_again = (is_whole and not callable(old)) or (id(noted.owner), name) in done_again
         if same or (repaired and not is_done_again and not _has_fake(new) and not has_late(new)):
             continue
         left = _copy(new)

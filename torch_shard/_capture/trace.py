@@ -266,16 +266,18 @@ def _capture_on_fakes(
         changes: list[Change] = []
         capture_mode.items_wanted, capture_mode.answers_at_once = items_wanted, answers_at_once
         modes.append(capture_mode)
+        has_ended = False
         try:
             with contextlib.nullcontext() if within else torchs_log_silent():
                 graph = _capture(fn, specs, keep=keep, mode=mode, capture_mode=capture_mode)
+            has_ended = True
         except Exception as error:
             if not within:
                 end_at_the_users_line(error, capture_mode.path)
             raise
         finally:
             if restore:
-                changes = capture_mode.side_effects.restore()
+                changes = capture_mode.side_effects.restore(is_whole=not has_ended)
         if capture_mode.effects is not None:
             capture_mode.effects.check_taken_back()
         return graph, changes, capture_mode.effects

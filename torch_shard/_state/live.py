@@ -235,6 +235,10 @@ class LiveModel:
         """Ask this step whether its optimizer was written to, which trains what the label says."""
         self._optimizers[label] = weakref.ref(step)
 
+    def is_led_by(self, step: HasOptimizer) -> bool:
+        """Tell whether a step has made, restored or taken the state that the model follows."""
+        return any(each is step for each in self._steps)
+
     # ---- states that begin ----
 
     def settle(self) -> None:

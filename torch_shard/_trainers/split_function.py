@@ -1,0 +1,165 @@
+"""A function of the user in two: what comes before a statement with it, and what comes after it.
+
+Both are compiled from the syntax tree of the user's own file, so that their lines are the user's, and share the
+globals and the enclosing variables of the function.
+"""
+
+import ast
+import copy
+import linecache
+import types
+from collections.abc import Iterator, Sequence
+from types import CodeType, FrameType
+from typing import Any, cast
+
+_BLOCKS = (ast.If, ast.With)
+
+
+class CannotSplitError(Exception):
+    """Why a function cannot be cut at a statement."""
+
+
+def split_at(function: types.FunctionType, frame: FrameType) -> tuple[types.FunctionType, types.FunctionType]:
+    """Cut a function behind the statement that a frame of it is at.
+
+    Args:
+        function: Of the user.
+        frame: Of a call of it.
+
+    Returns:
+        The function as far as that statement, with its parameters; and a function with the rest, whose parameters are
+        those local variables of the function that it reads or sets and that the frame has.
+
+    Raises:
+        CannotSplitError: There is no source, or what follows is not the rest of the function alone.
+    """
+    definition = _definition_of(function.__code__)
+    place = list(function.__code__.co_positions())[frame.f_lasti // 2]
+    statement = _statement_at(definition, place)
+    following = _following(definition.body, statement)
+
+    head = copy.deepcopy(definition)
+    _truncate(head.body, _statement_at(head, place))
+    head.decorator_list = definition.decorator_list[:1]
+
+    local = frame.f_locals.keys() - {*function.__code__.co_freevars}
+    names = sorted(local & _names_in(following))
+    tail = copy.deepcopy(definition)
+    tail.args = ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
+    tail.body = copy.deepcopy(following) or [ast.Pass()]
+    tail.decorator_list, tail.returns = [], None
+    _declare(tail, definition, function.__code__, _names_set(following))
+    return _compiled(head, function), _compiled(tail, function)
+
+
+def _definition_of(code: CodeType) -> ast.FunctionDef:
+    """The syntax tree of the definition that code was compiled from."""
+    text = "".join(linecache.getlines(code.co_filename))
+    for node in ast.walk(ast.parse(text)) if text else ():
+        if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            if first == code.co_firstlineno:
+                return node
+    raise CannotSplitError(f"the source of {code.co_name} is not there. Define it in a file or a cell of a notebook")
+
+
+def _statement_at(definition: ast.FunctionDef, place: Sequence[int | None]) -> ast.stmt:
+    """The innermost statement in which an instruction is."""
+    line, _, column, _ = place
+    found: ast.stmt = definition
+    for node in ast.walk(definition):
+        if isinstance(node, ast.stmt) and _has(node, line, column):
+            found = node  # inner nodes come later
+    return found
+
+
+def _has(node: ast.stmt, line: int | None, column: int | None) -> bool:
+    begin, end = (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
+    return begin <= (line or 0, column or 0) < end
+
+
+def _following(body: list[ast.stmt], statement: ast.stmt) -> list[ast.stmt]:
+    """The statements that run after one of a body, or after one of the blocks in it."""
+    index = next(number for number, each in enumerate(body) if each is statement or statement in ast.walk(each))
+    rest, around = body[index + 1 :], body[index]
+    if around is statement:
+        if not isinstance(statement, ast.Expr):
+            raise CannotSplitError("it is a part of another statement: write it on a line of its own")
+        return rest
+    if not isinstance(around, _BLOCKS):
+        raise CannotSplitError("it is in a loop, a `try` or another function: write it in the function itself")
+    blocks = [around.body, *([around.orelse] if isinstance(around, ast.If) else [])]
+    within = next(block for block in blocks if any(statement in ast.walk(each) for each in block))
+    inner = _following(within, statement)
+    if inner and isinstance(around, ast.With):
+        raise CannotSplitError("a `with` is around it and around what follows: end the `with` before it")
+    return [*inner, *rest]
+
+
+def _truncate(body: list[ast.stmt], statement: ast.stmt) -> None:
+    """Leave out what follows on a statement."""
+    index = next(number for number, each in enumerate(body) if each is statement or statement in ast.walk(each))
+    del body[index + 1 :]
+    around = body[index]
+    if isinstance(around, _BLOCKS):
+        for block in [around.body, *([around.orelse] if isinstance(around, ast.If) else [])]:
+            if any(statement in ast.walk(each) for each in block):
+                _truncate(block, statement)
+
+
+def _names_in(statements: Sequence[ast.stmt]) -> set[str]:
+    return {node.id for each in statements for node in ast.walk(each) if isinstance(node, ast.Name)}
+
+
+def _names_set(statements: Sequence[ast.stmt]) -> set[str]:
+    nodes = [node for each in statements for node in ast.walk(each)]
+    return {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+
+
+def _declare(tail: ast.FunctionDef, definition: ast.FunctionDef, code: CodeType, names_set: set[str]) -> None:
+    """Let names of the rest be global or of an enclosing function where they are that in the whole."""
+    of_module = {name for node in ast.walk(definition) if isinstance(node, ast.Global) for name in node.names}
+    for make, names in ((ast.Global, of_module), (ast.Nonlocal, {*code.co_freevars})):
+        if found := sorted(names & names_set):
+            tail.body.insert(0, make(found))
+
+
+def _compiled(definition: ast.FunctionDef, function: types.FunctionType) -> types.FunctionType:
+    """A function of a definition, with globals and enclosing variables of another one."""
+    code = function.__code__
+    keep = "_torch_shard_keep"
+    definition.decorator_list = [
+        ast.copy_location(ast.Name(keep, ast.Load()), decorator) for decorator in definition.decorator_list
+    ]  # which say where the function begins
+    _without_defaults(definition.args)
+    module = ast.parse(f"def around({', '.join(code.co_freevars)}): pass")
+    cast(ast.FunctionDef, module.body[0]).body = [definition]
+    module = ast.fix_missing_locations(module)
+    constants = compile(module, code.co_filename, "exec", dont_inherit=True, flags=code.co_flags & _FUTURE).co_consts
+    inner = next(each for each in _codes(constants) if each.co_name == definition.name)
+    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+    made = types.FunctionType(
+        inner, function.__globals__, function.__name__, None, tuple(cells[name] for name in inner.co_freevars)
+    )
+    made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+    made.__kwdefaults__, made.__defaults__ = None, None
+    return made
+
+
+_FUTURE = 0x1000000  # `from __future__ import annotations`
+
+
+def _without_defaults(arguments: ast.arguments) -> None:
+    """Take defaults and annotations away: all arguments are given."""
+    arguments.defaults, arguments.kw_defaults = [], [None for _ in arguments.kwonlyargs]
+    for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
+        if each is not None:
+            each.annotation = None
+
+
+def _codes(constants: Sequence[Any]) -> Iterator[CodeType]:
+    """The code objects among constants, and within these, outer ones first."""
+    for constant in constants:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _codes(constant.co_consts)

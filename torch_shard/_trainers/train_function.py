@@ -1,0 +1,496 @@
+"""A training step as the user has written it, from `zero_grad()` to `optimizer.step()` and on, as one compiled program.
+
+What comes before `optimizer.step()` is captured as a loss is. What comes after it runs after each step, as it stands,
+on tensors of the device `jax`.
+"""
+
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, Generic, ParamSpec, TypeVar, cast
+
+import jax
+import numpy as np
+import torch
+from jax.sharding import Mesh
+from torch import nn
+
+from torch_shard._capture import LateNumber
+from torch_shard._common.caller import error_prefix, public
+from torch_shard._common.types import PyTree
+from torch_shard._cost import Preview
+from torch_shard._device import JaxTensor, Storage
+from torch_shard._loss import flatten_batch
+from torch_shard._sharding import PlanFn, ShardingPlan, entry_places
+from torch_shard._state import TrainState, live_model
+from torch_shard._train import Comparison, ShardedBatch, TrainStep, make_train_step
+from torch_shard._trainers.local_variables import ThereBefore, mapped
+from torch_shard._trainers.split_function import CannotSplitError, split_at
+from torch_shard._trainers.understood import Clipping, GradNorm, Notes, Stepped
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Argument:
+    """A local variable that is still an argument of the function."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """A tensor of the batch."""
+
+    position: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """A parameter or buffer of the model."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """A tensor that the program gives, or a number of one."""
+
+    name: str
+    dtype: torch.dtype | None
+    is_number: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Norm:
+    """The norm of the gradients."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Same:
+    """The same object at each call."""
+
+    value: Any
+
+
+_CONSTANT = (
+    *(type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, types.BuiltinFunctionType),
+    *(torch.dtype, torch.device, torch.Size),
+)
+"""Types of values that nobody can change."""
+
+
+_VARIABLES = "variables "
+"""What the name of the metric begins with that has the tensors of local variables."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """What a first run of the function has shown.
+
+    Attributes:
+        head: The function as far as `optimizer.step()`.
+        tail: The rest.
+        clipping: How the gradients are clipped.
+    """
+
+    head: types.FunctionType
+    tail: types.FunctionType
+    clipping: Clipping
+
+
+class _FoundError(BaseException):
+    """Ends the first run."""
+
+    def __init__(self, parts: _Parts) -> None:
+        super().__init__()
+        self.parts = parts
+
+
+@public
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    mesh: Mesh,
+    plan: ShardingPlan | PlanFn,
+    seed: int = 0,
+    **options: Any,
+) -> Callable[[Callable[P, R]], TrainFunction[P, R]]:
+    """Compile a training step as you have written it, from `zero_grad()` over `backward()` to `optimizer.step()`.
+
+    What the function does before `optimizer.step()` is captured, once for each shape of its arguments, and becomes one
+    program on the mesh with the gradients, the clipping and the update. What it does after it (`scheduler.step()`,
+    clamping, an average of the weights, logs, `return`) runs after each call, as it stands, on tensors of the device
+    `jax`. Nobody waits for these before they are read.
+
+    The function calls `zero_grad()`, then `backward()` on one scalar or on several, then `clip_grad_norm_` or
+    `clip_grad_value_` of all parameters or neither, and `optimizer.step()` once, on a line of its own. It is an error,
+    with the line, if it does anything else with gradients. Its arguments are the batch: tensors, arrays, Python numbers
+    and containers of them, whose leading dims are split over the mesh.
+
+    Args:
+        model: The module that the function trains. From the first call on its parameters and buffers are those of the
+            run.
+        optimizer: The `torch.optim` optimizer that the function steps. It trains the parameters of its groups.
+        mesh: Devices with Auto axes, from `make_mesh`.
+        plan: How each parameter and buffer is split, by name; or a function of `(model, mesh)`.
+        seed: For the random numbers of the run (dropout and its kin), from 0 to 2**32 - 1.
+        **options: Others of `make_train_step`: `accumulate_steps=`, `compute_dtype=`, `remat=`, `batch_spec=` (by the
+            names of arguments), ...
+
+    Returns:
+        A decorator, which gives a `TrainFunction`: it is called as the function is, and returns what that returns.
+
+    Raises:
+        TypeError: The optimizer is not one of torch, or an option is unknown.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> @ts.train_step(model, optimizer, mesh=ts.make_mesh(batch=2), plan=ts.ShardingPlan({}, default=P()))
+        ... def train(x, y):
+        ...     optimizer.zero_grad()
+        ...     loss = torch.nn.functional.mse_loss(model(x), y)
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     return loss
+        >>> train(torch.ones(8, 4), torch.ones(8, 1)).shape
+        torch.Size([])
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"train_step: optimizer is the torch.optim optimizer that the function steps, and not "
+            f"{type(optimizer).__name__}. For optax: ts.make_train_step(model, loss_fn, optimizer, ...)."
+        )
+    if found := sorted({"clip_grad_norm", "clip_grad_value"} & options.keys()):
+        raise TypeError(f"train_step: {found[0]} is read from the function, which calls {found[0]}_.")
+    return lambda function: TrainFunction(function, model, optimizer, seed, {"mesh": mesh, "plan": plan, **options})
+
+
+class TrainFunction(Generic[P, R]):
+    """A training step that is called as the function that it was made of; see `train_step`.
+
+    Args:
+        function: Of the user.
+        model: The module that it trains.
+        optimizer: That it steps.
+        seed: For the random numbers of the run.
+        options: Of `make_train_step`.
+    """
+
+    def __init__(
+        self,
+        function: Callable[P, R],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        seed: int,
+        options: Mapping[str, Any],
+    ) -> None:
+        plain = function.__func__ if isinstance(function, types.MethodType) else function
+        if not isinstance(plain, types.FunctionType):
+            raise TypeError(
+                f"train_step: it is put above the definition of a function, and is given {type(function).__name__}. "
+                "Other decorators come above it."
+            )
+        functools.update_wrapper(cast(Any, self), plain)
+        self.model, self.optimizer = model, optimizer
+        self._function, self._self = plain, getattr(function, "__self__", None)
+        self._signature = inspect.signature(function)
+        self._seed, self._options = seed, dict(options)
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        groups = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        self._trained = frozenset(self._names.get(id(parameter), "") for parameter in groups)
+        if "" in self._trained:
+            raise ValueError(
+                f"train_step: the optimizer has parameters that {type(model).__name__} has not. Give the module that "
+                "holds all of them, such as nn.ModuleList([first, second])."
+            )
+        wanting = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        if wanting - self._trained and "trainable" not in self._options:
+            self._options["trainable"] = sorted(self._trained & wanting)
+        self._parts: _Parts | None = None
+        self._step: TrainStep | None = None
+        self._variables: dict[Hashable, tuple[int, dict[str, Any]]] = {}
+        """What local variables are after the captured part, of each program its own, with a number."""
+        self._has_begun = False
+
+    caller = "train_step"
+
+    # -- calls --
+
+    @error_prefix(None)
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Train by one step.
+
+        Returns:
+            What the function returns, with tensors of the device `jax`.
+        """
+        batch = self._batch(*args, **kwargs)
+        step = self._step_for(batch)
+        placed = step.put(batch)
+        _, metrics = step(self._present(step), placed)
+        return self._run_rest(batch, placed, metrics)
+
+    @property
+    @error_prefix(None)
+    def step(self) -> TrainStep:
+        """The `TrainStep` of the last call or `begin`: for `evaluation()`, `Checkpointer`, `report()`."""
+        if self._step is None:
+            raise ValueError(
+                "train_step: the step is made at the first call, or by begin(...) with arguments like its."
+            )
+        return self._step
+
+    @property
+    @error_prefix(None)
+    def state(self) -> TrainState:
+        """The model's last state: of the last call, or of what was restored or written since."""
+        return self._present(self.step)
+
+    @error_prefix(None)
+    def begin(self, *args: P.args, **kwargs: P.kwargs) -> TrainStep:
+        """Make the step for arguments like these, without training: to restore a checkpoint into it.
+
+        Returns:
+            The `TrainStep`, whose loss is the captured part of the function, and whose batch is `{argument: value}`.
+        """
+        return self._step_for(self._batch(*args, **kwargs))
+
+    @error_prefix(None)
+    def preview(self, *args: P.args, **kwargs: P.kwargs) -> Preview:
+        """Compile for arguments like these and say what a call takes of each device: nothing runs."""
+        batch = self._batch(*args, **kwargs)
+        return self._step_for(batch).preview(batch)
+
+    @error_prefix(None)
+    def prove(self, *args: P.args, **kwargs: P.kwargs) -> Comparison:
+        """Compare a call, from the present state, with eager torch on the CPU; nothing changes."""
+        batch = self._batch(*args, **kwargs)
+        step = self._step_for(batch)
+        return step.prove(self._present(step), batch)
+
+    def _batch(self, *args: Any, **kwargs: Any) -> dict[str, PyTree]:
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def _present(self, step: TrainStep) -> TrainState:
+        """The model's last state, or a new one at first."""
+        live = live_model(self.model)
+        state = live.state
+        is_shared = "trainable" in self._options and state is not None and type(state.opt_state) is dict
+        if state is None or not (self._has_begun or is_shared or live.is_led_by(step)):
+            state = step.init(seed=self._seed)
+        self._has_begun = True
+        return state
+
+    def _step_for(self, batch: PyTree) -> TrainStep:
+        if self._step is None:
+            self._parts = self._parts_for(batch)
+            clipping = dataclasses.asdict(self._parts.clipping)
+            self._step = make_train_step(self.model, self._loss, self.optimizer, **self._options, **clipping)
+        return self._step
+
+    def _parts_for(self, batch: PyTree) -> _Parts:
+        step = make_train_step(self.model, self._discover, self.optimizer, **self._options)
+        try:
+            step.apart().lower(step.structs, batch)
+        except _FoundError as found:
+            return found.parts
+        raise AssertionError("the first run has an end")
+
+    # -- the part that is captured --
+
+    def _discover(self, model: nn.Module, batch: dict[str, PyTree]) -> torch.Tensor:
+        """Run the function as far as its step, to see where that is and how it clips."""
+        notes, frame = self._run(self._function, batch)
+        try:
+            head, tail = split_at(self._function, frame)
+        except CannotSplitError as error:
+            raise NotImplementedError(
+                f"train_step: {self._function.__name__} cannot be cut behind optimizer.step(): {error}."
+            ) from None
+        raise _FoundError(_Parts(head, tail, notes.clipping))
+
+    def _run(self, function: types.FunctionType, batch: dict[str, PyTree]) -> tuple[Notes, types.FrameType]:
+        notes = Notes(self.model, self.optimizer, self._trained, self._names, function.__code__)
+        bound = inspect.BoundArguments(self._signature, collections.OrderedDict(batch))  # pyright: ignore
+        args = bound.args if self._self is None else (self._self, *bound.args)
+        numbers = _numbers_of(self.optimizer)
+        try:
+            with notes.taken():
+                function(*args, **bound.kwargs)
+        except Stepped as stepped:
+            if _numbers_of(self.optimizer) != numbers:
+                raise NotImplementedError(
+                    "train_step: the function writes to optimizer.param_groups before optimizer.step(), and a compiled "
+                    "step reads them before it runs. Write to them before the call, or after optimizer.step()."
+                ) from None
+            return notes, stepped.frame
+        raise NotImplementedError(
+            f"train_step: {self._function.__name__} returns without optimizer.step() at this call. Each call is one "
+            "step: to accumulate gradients, give the large batch and accumulate_steps=."
+        )
+
+    def _loss(self, model: nn.Module, batch: dict[str, PyTree]) -> tuple[torch.Tensor, dict[str, PyTree]]:
+        assert self._parts is not None
+        head, tail = self._parts.head, self._parts.tail
+        there_before = ThereBefore()
+        with _having_tensors_of(self.model, model):
+            notes, frame = self._run(head, batch)
+        if not notes.is_zeroed and "zero_grad" not in tail.__code__.co_names:
+            raise NotImplementedError(
+                f"train_step: {head.__name__} does not call zero_grad(), so that backward() adds to the gradients of "
+                "the call before. Call optimizer.zero_grad() in it; to accumulate, give the large batch and "
+                "accumulate_steps=."
+            )
+        if notes.clipping != self._parts.clipping:
+            raise NotImplementedError(
+                f"train_step: {head.__name__} clips otherwise than at its first call: {notes.clipping} after "
+                f"{self._parts.clipping}. A step clips in one way."
+            )
+        variables = _Variables(batch, notes, there_before)
+        names = tail.__code__.co_varnames[: tail.__code__.co_argcount]
+        template = {name: variables.template(name, frame.f_locals[name]) for name in names}
+        if self._options.get("accumulate_steps", 1) > 1:
+            _refuse_of_microbatches(variables.kept)
+        number, _ = self._variables.get(key := _key_of(template), (len(self._variables), None))
+        self._variables[key] = number, template
+        return notes.loss, {f"{_VARIABLES}{number}": variables.kept}
+
+    # -- the part that runs after each step --
+
+    def _run_rest(self, batch: Mapping[str, PyTree], placed: ShardedBatch, metrics: dict[str, PyTree]) -> R:
+        assert self._parts is not None
+        name = next(name for name in metrics if name.startswith(_VARIABLES))
+        arrays: dict[str, jax.Array] = metrics[name]
+        leaves, signature = flatten_batch(batch)
+        on_device = [
+            JaxTensor(Storage(array)) if isinstance(leaf, torch.Tensor | np.ndarray) else leaf
+            for leaf, array in zip(leaves, placed.arrays, strict=True)
+        ]
+
+        def value_of(stand_in: Any) -> Any:
+            match stand_in:
+                case _Argument(name):
+                    return signature.rebuild(on_device)[name]
+                case _Leaf(position):
+                    return on_device[position]
+                case _Entry(name):
+                    return self.model.get_parameter(name)
+                case _Norm():
+                    return JaxTensor(Storage(metrics["grad_norm"]))
+                case _Kept(name, dtype, is_number):
+                    tensor = JaxTensor(Storage(arrays[name], dtype))
+                    return tensor.item() if is_number else tensor
+                case _Same(value):
+                    return value
+                case _:
+                    return mapped(stand_in, lambda _, item: value_of(item))
+
+        number = int(name.removeprefix(_VARIABLES))
+        template = next(template for other, template in self._variables.values() if other == number)
+        return self._parts.tail(**{name: value_of(stand_in) for name, stand_in in template.items()})
+
+
+class _Variables:
+    """Local variables of the part that is captured, for the part that runs after each step.
+
+    Args:
+        batch: The arguments.
+        notes: Of the run.
+        there_before: Tells what was there before it.
+    """
+
+    def __init__(self, batch: Mapping[str, PyTree], notes: Notes, there_before: ThereBefore) -> None:
+        self._batch, self._notes, self._there_before = batch, notes, there_before
+        self._leaves = {id(leaf): position for position, leaf in enumerate(flatten_batch(batch)[0])}
+        self.kept: dict[str, Any] = {}
+        """Tensors, and numbers of tensors, that the program is to give."""
+
+    def template(self, name: str, value: Any) -> Any:
+        """What stands for a value."""
+        if name in self._batch and value is self._batch[name]:
+            return _Argument(name)
+        if isinstance(value, GradNorm):
+            return _Norm()
+        if type(value) is LateNumber:
+            self.kept[name] = value
+            return _Kept(name, None, is_number=True)
+        if isinstance(value, torch.Tensor):
+            return self._of_tensor(name, value)
+        if isinstance(value, _CONSTANT) or value in self._there_before:
+            return _Same(value)
+        if isinstance(value, (list, tuple, dict, collections.deque)):
+            return mapped(value, lambda key, item: self.template(f"{name}[{key!r}]", item))
+        raise NotImplementedError(
+            f"train_step: {name}, of class {type(value).__name__}, is made before optimizer.step() and used after it, "
+            "where it would be that of the first call. Make it after optimizer.step(), or outside of the function."
+        )
+
+    def _of_tensor(self, name: str, tensor: torch.Tensor) -> Any:
+        if id(tensor) in self._leaves:
+            return _Leaf(self._leaves[id(tensor)])
+        if (entry := self._notes.name_of(tensor)) is not None:
+            return _Entry(entry)
+        if tensor in self._there_before:
+            return _Same(tensor)
+        self.kept[name] = tensor
+        return _Kept(name, tensor.dtype, is_number=False)
+
+
+def _key_of(template: Any) -> Hashable:
+    """The same for local variables that are alike."""
+    if isinstance(template, dict):
+        return type(template), tuple((key, _key_of(item)) for key, item in template.items())
+    if isinstance(template, (tuple, list, collections.deque)):
+        return type(template), tuple(map(_key_of, template))
+    if isinstance(template, _Same):
+        value = template.value
+        return type(value), repr(value) if isinstance(value, _CONSTANT) else id(value)
+    return template
+
+
+def _refuse_of_microbatches(kept: Mapping[str, Any]) -> None:
+    """Refuse local variables of which the microbatches have no mean."""
+    for name, value in kept.items():
+        if not isinstance(value, torch.Tensor) or value.ndim or not value.is_floating_point():
+            raise NotImplementedError(
+                f"train_step: {name} is used after optimizer.step(), and with accumulate_steps= each microbatch has "
+                "one of its own. Only means, such as the loss, are there after the step."
+            )
+
+
+def _numbers_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What is set for the groups of parameters."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+@contextlib.contextmanager
+def _having_tensors_of(model: nn.Module, other: nn.Module) -> Iterator[None]:
+    """Let a model hold the parameters and buffers of its copy: the user's function knows the model alone."""
+    if model is other:
+        yield
+        return
+    places = list(zip(entry_places(model), entry_places(other), strict=True))
+    for (held, name, _), (_, _, tensor) in places:
+        held[name] = tensor
+    try:
+        yield
+    finally:
+        for (held, name, own), (of_other, same, _) in places:
+            of_other[same] = held[name]  # a buffer that forward has put there
+            held[name] = own
