@@ -4,16 +4,18 @@
 # pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportPrivateUsage=false
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture import Precision, undone
 from torch_shard._common.types import PyTree
-from torch_shard._device import ReplayRNG, to_cpu, to_host_by_name
+from torch_shard._device import JaxTensor, ReplayRNG, to_cpu, to_host_by_name
 from torch_shard._hosts import follow
 from torch_shard._loss import EFFECTS, LossProgram, program_for, split_loss
 from torch_shard._lowering import world_of_one
@@ -115,7 +117,7 @@ class Replay:
 
     def forward(self, batch: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
         """The loss and metrics of a microbatch."""
-        with self._precision.active("cpu"), undone(self._effects), world_of_one():
+        with self._precision.active("cpu"), undone(self._effects), world_of_one(), _FromDevice():
             return split_loss(self._step.loss_fn(self.model, batch))
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -146,3 +148,24 @@ def _together(*values: PyTree) -> torch.Tensor:
     """A metric of the microbatches as the step gives it."""
     stacked = torch.stack([torch.as_tensor(value) for value in values])
     return stacked.mean(0) if stacked.ndim == 1 and stacked.is_floating_point() else stacked
+
+
+class _FromDevice(TorchFunctionMode):
+    """Lets other models of the loss, which are on the device `jax`, meet the CPU tensors of a replay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._on_host: dict[int, tuple[JaxTensor, torch.Tensor]] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = args, dict(kwargs or {})
+        if any(isinstance(leaf, JaxTensor) for leaf in torch_pytree.tree_leaves(given)):
+            args, kwargs = torch_pytree.tree_map_only(JaxTensor, self._of, given)
+        return func(*args, **(kwargs or {}))
+
+    def _of(self, tensor: JaxTensor) -> torch.Tensor:
+        if id(tensor) not in self._on_host:
+            self._on_host[id(tensor)] = tensor, tensor.detach().to("cpu")
+        return self._on_host[id(tensor)][1]

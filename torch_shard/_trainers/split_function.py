@@ -40,6 +40,7 @@ def split_at(function: types.FunctionType, frame: FrameType) -> tuple[types.Func
 
     head = copy.deepcopy(definition)
     _truncate(head.body, _statement_at(head, place))
+    _declare_only_used(head)
     head.decorator_list = definition.decorator_list[:1]
 
     local = frame.f_locals.keys() - {*function.__code__.co_freevars}
@@ -105,6 +106,22 @@ def _truncate(body: list[ast.stmt], statement: ast.stmt) -> None:
         for block in [around.body, *([around.orelse] if isinstance(around, ast.If) else [])]:
             if any(statement in ast.walk(each) for each in block):
                 _truncate(block, statement)
+
+
+def _declare_only_used(head: ast.FunctionDef) -> None:
+    """Take names out of `global` and `nonlocal` that only the rest uses: the head would be guarded for them."""
+    used = _names_in(head.body)
+    for node in ast.walk(head):
+        for name, statements in ast.iter_fields(node):
+            if isinstance(statements, list):
+                setattr(node, name, [_only_used(each, used) for each in statements])
+
+
+def _only_used(statement: Any, used: set[str]) -> Any:
+    if not isinstance(statement, (ast.Global, ast.Nonlocal)):
+        return statement
+    names = [name for name in statement.names if name in used]
+    return ast.copy_location(type(statement)(names) if names else ast.Pass(), statement)
 
 
 def _names_in(statements: Sequence[ast.stmt]) -> set[str]:

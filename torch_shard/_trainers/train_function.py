@@ -24,7 +24,7 @@ import torch
 from jax.sharding import Mesh
 from torch import nn
 
-from torch_shard._capture import LateNumber
+from torch_shard._capture import LateNumber, is_capturing
 from torch_shard._common.caller import error_prefix, public
 from torch_shard._common.types import PyTree
 from torch_shard._cost import Preview
@@ -347,7 +347,7 @@ class TrainFunction(Generic[P, R]):
 
     def _loss(self, model: nn.Module, batch: dict[str, PyTree]) -> tuple[torch.Tensor, dict[str, PyTree]]:
         assert self._parts is not None
-        head, tail = self._parts.head, self._parts.tail
+        head, tail = cast(types.FunctionType, self._parts.head), self._parts.tail
         there_before = ThereBefore()
         with _having_tensors_of(self.model, model):
             notes, frame = self._run(head, batch)
@@ -362,14 +362,25 @@ class TrainFunction(Generic[P, R]):
                 f"train_step: {head.__name__} clips otherwise than at its first call: {notes.clipping} after "
                 f"{self._parts.clipping}. A step clips in one way."
             )
-        variables = _Variables(batch, notes, there_before)
         names = tail.__code__.co_varnames[: tail.__code__.co_argcount]
-        template = {name: variables.template(name, frame.f_locals[name]) for name in names}
+        values = {name: frame.f_locals[name] for name in names}
+        if not is_capturing():
+            return notes.loss, self._in_eager_torch(values)
+        variables = _Variables(batch, notes, there_before)
+        template = {name: variables.template(name, value) for name, value in values.items()}
         if self._options.get("accumulate_steps", 1) > 1:
             _refuse_of_microbatches(variables.kept)
         number, _ = self._variables.get(key := _key_of(template), (len(self._variables), None))
         self._variables[key] = number, template
         return notes.loss, {f"{_VARIABLES}{number}": variables.kept}
+
+    def _in_eager_torch(self, values: dict[str, Any]) -> dict[str, PyTree]:
+        """The values of local variables that a program gives, of a run in eager torch."""
+        for number, template in self._variables.values():
+            kept = dict[str, Any]()
+            if _fits(template, values, kept):
+                return {f"{_VARIABLES}{number}": kept}
+        return {}
 
     # -- the part that runs after each step --
 
@@ -462,6 +473,30 @@ def _key_of(template: Any) -> Hashable:
         value = template.value
         return type(value), repr(value) if isinstance(value, _CONSTANT) else id(value)
     return template
+
+
+def _fits(stand_in: Any, value: Any, kept: dict[str, Any]) -> bool:
+    """Tell whether a value may be the one that something stands for, and note what a program gives of it."""
+    match stand_in:
+        case _Kept(name, _, is_number):
+            kept[name] = value
+            return is_number != isinstance(value, torch.Tensor)
+        case _Same(same) if isinstance(same, _CONSTANT):
+            return type(same) is type(value) and repr(same) == repr(value)
+        case dict():
+            return (
+                isinstance(value, dict)
+                and stand_in.keys() == value.keys()
+                and all(_fits(each, value[key], kept) for key, each in stand_in.items())
+            )
+        case list() | tuple() | collections.deque():
+            return (
+                type(stand_in) is type(value)
+                and len(stand_in) == len(value)
+                and all(_fits(each, item, kept) for each, item in zip(stand_in, value, strict=True))
+            )
+        case _:
+            return True
 
 
 def _refuse_of_microbatches(kept: Mapping[str, Any]) -> None:
