@@ -10,8 +10,8 @@ import torch_shard
 
 PACKAGE = pathlib.Path(torch_shard.__file__).parent
 
-NAMES = {"orbax-checkpoint": "orbax"}
-"""Of distributions whose modules have another name."""
+NAMES = {"orbax-checkpoint": {"orbax"}, "lightning": {"lightning", "pytorch_lightning"}}
+"""Of distributions whose modules have another name, or two."""
 
 
 def test_what_is_imported_is_declared() -> None:
@@ -21,7 +21,8 @@ def test_what_is_imported_is_declared() -> None:
         *(line for extra in project["optional-dependencies"].values() for line in extra),
     ]
     found = (re.match(r"[\w-]+", line) for line in everything)
-    declared = {NAMES.get(match[0], match[0]) for match in found if match} | {"torch_shard"}
+    names = [NAMES.get(match[0], {match[0]}) for match in found if match]
+    declared = set[str]().union({"torch_shard"}, *names)
     imported: dict[str, str] = {}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -288,8 +288,7 @@ class Effects:
         """What is to be done after each step, now that the loss has returned."""
         assert self._mode is not None
         with calls_seen(False):  # who sees calls keeps objects that are made in them
-            has_some = bool(self._numbers or self._calls)
-            kept = list(self._mode.side_effects.kept(self._is_kept, self._is_read, also_plain=has_some))
+            kept = list(self._mode.side_effects.kept(self._is_kept, self._is_read))
             self.before = [each.before for each in kept]
             writes = tuple(Write(each.place, each.action, self._template(each.value, self._leaf)) for each in kept)
             self.counted = list(self._mode.side_effects.counted(of_modules=False))

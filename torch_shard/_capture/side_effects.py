@@ -347,17 +347,16 @@ class SideEffects:
             for name in _slots_of(value):
                 self.note_variable(f"{path}.{name}", slots, name)
 
-    def kept(self, is_kept: IsKept, is_read: IsKept, *, also_plain: bool) -> Iterator[Kept]:
+    def kept(self, is_kept: IsKept, is_read: IsKept) -> Iterator[Kept]:
         """What of the capture's numbers and tensors is now where something else was, or nothing; once for a container.
 
         Args:
             is_kept: Tells of a tensor of the capture whether it can be put there after each call.
             is_read: Tells of a tensor from outside whether the capture has read it.
-            also_plain: Also what was added to lists of modules and is a plain value.
         """
         seen = set[tuple[int, Hashable]]()
         held = set[int]()
-        for kept, source in self._all_kept(is_kept, also_plain):
+        for kept, source in self._all_kept(is_kept):
             if any(isinstance(leaf, torch.Tensor) and is_read(leaf) for leaf in _leaves(kept.before)):
                 continue  # a value that one call gives to the next: not like this
             is_item = kept.action == "set"
@@ -374,16 +373,16 @@ class SideEffects:
                 held.add(id(container))
             yield kept
 
-    def _all_kept(self, is_kept: IsKept, also_plain: bool) -> Iterator[tuple[Kept, tuple[int, object]]]:
+    def _all_kept(self, is_kept: IsKept) -> Iterator[tuple[Kept, tuple[int, object]]]:
         """The same with the owner and the name of the attribute."""
         for noted in self._before.values():
             now = noted.now
-            differences = _Differences(_never if noted.whole else is_kept, also_plain or not noted.whole)
+            differences = _Differences(_never if noted.whole else is_kept)
             for name in {**noted.values, **now}:
                 old, new, contents = noted.values.get(name, ABSENT), now.get(name, ABSENT), noted.contents.get(name)
                 for kept in differences.at(noted.place(name), old, contents, new):
                     yield kept, (id(noted.owner), name)
-        differences = _Differences(is_kept, True)
+        differences = _Differences(is_kept)
         for key, (place, old) in self._variables.items():
             for kept in differences.at(place, old, None, place.get()):
                 yield kept, key
@@ -398,7 +397,8 @@ class SideEffects:
             if noted.whole != of_modules:
                 continue
             now = noted.now
-            for name, old in noted.values.items():
+            for name in {**noted.values, **now}:
+                old = noted.values.get(name, getattr(type(noted.owner), name, ABSENT))  # `calls = 0` of a class
                 place, contents = noted.place(name), noted.contents.get(name)
                 if _is_counted(old, now.get(name)):
                     yield Kept(place, "set", old, now[name])
@@ -490,22 +490,20 @@ def _never(tensor: torch.Tensor) -> bool:
 
 
 class _Differences:
-    """What a function has done at places, where numbers or tensors of the capture are in it.
+    """What a function has done at places: numbers or tensors of the capture are in it, or plain values are in a list.
 
     Args:
         is_kept: Tells of a tensor of the capture whether it can be put there after each call.
-        also_plain: Also plain values that are put into lists.
     """
 
-    def __init__(self, is_kept: IsKept, also_plain: bool) -> None:
-        self._is_kept, self._also_plain = is_kept, also_plain
-        self._only_plain = False
+    def __init__(self, is_kept: IsKept) -> None:
+        self._is_kept, self._only_plain = is_kept, False
 
     def at(self, place: Place, old: object, contents: Any, new: Any) -> Iterator[Kept]:
         """All that was done at a place, and in the containers there."""
         is_list = old is new and contents is not None and isinstance(new, (list, collections.deque))
         self._only_plain = not self._has_some(new)
-        if not self._only_plain or (self._also_plain and is_list):
+        if not self._only_plain or is_list:
             yield from self._all(place, old, contents, new)
 
     def _has_some(self, value: object) -> bool:

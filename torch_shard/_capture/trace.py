@@ -204,8 +204,8 @@ def _with_plan(
     plan, first = effects.made, code(graph)
     assert plan is not None
     stand_ins, reads = StandIns(effects), list[str]()
-    counted = [*effects.counted, *effects.counted_in_modules]
-    for count in counted:
+    taken_back = [(count.place, count.place.get()) for count in effects.counted_in_modules]
+    for count in (*effects.counted, *effects.counted_in_modules):
         count.place.set(count.before)
     failure: Exception | None = None
     made: list[StandIn] = []
@@ -228,13 +228,13 @@ def _with_plan(
                 raise _reads_what_it_writes(not_done, reads) from failure
             return dataclasses.replace(second, effects=both), later_changes
 
+    for place, value in taken_back:
+        place.set(value)
     if made or effects.counted:
         if isinstance(failure, NotImplementedError):
             raise failure
         names = [each.place.name for each in made] or [count.place.name for count in effects.counted]
         raise _reads_what_it_writes(names, reads) from failure
-    for count in counted:
-        count.place.set(count.value)
     unread = stand_ins.unread(plan, [])
     return dataclasses.replace(graph, effects=dataclasses.replace(plan, unread=unread)), changes
 
