@@ -258,8 +258,9 @@ def test_a_script_makes_its_mesh_on_the_topology_and_says_where_it_fails(
 def test_the_script_of_the_readme_is_previewed(tmp_path: Path) -> None:
     """With its loop for training alone, in a process of its own, where it says how many devices JAX shows."""
     readme = (Path(__file__).parents[2] / "README.md").read_text()
-    script = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)[0]
+    decorated, script = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)[:2]
     definitions, training = script.split("state = step.init(seed=0)\n")
+    definitions = decorated.partition("\nfor ")[0] + definitions
     line = re.search(r"^ +(batch = .*)$", training, re.MULTILINE)
     assert line is not None
     loop = textwrap.indent(f"state = step.init(seed=0)\n{training}", "    ")

@@ -189,6 +189,23 @@ class TrainFunction(Generic[P, R]):
         optimizer: That it steps.
         seed: For the random numbers of the run.
         options: Of `make_train_step`.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> model = torch.nn.Linear(8, 8)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> @ts.train_step(model, sgd, mesh=ts.make_mesh(batch=2), plan=ts.plans.fsdp)
+        ... def train(x):
+        ...     sgd.zero_grad()
+        ...     loss = model(x).square().mean()
+        ...     loss.backward()
+        ...     sgd.step()
+        ...     return loss
+        >>> _ = [train(torch.ones(8, 8)) for _ in range(3)]
+        >>> int(train.state.step), train.step.num_compiles
+        (3, 1)
+        >>> bool(train.prove(torch.ones(8, 8)))
+        True
     """
 
     def __init__(
