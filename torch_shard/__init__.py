@@ -80,12 +80,13 @@ if TYPE_CHECKING or not _IS_COMMAND:
         ApplyStep,
         Comparison,
         EvalStep,
+        TrainFunction,
         TrainStep,
         make_apply,
         make_eval_step,
         make_train_step,
+        train_step,
     )
-    from torch_shard._trainers import TrainFunction, train_step
     from torch_shard._tune import Tuning, load_tuned, tune
 
     register()  # the device `jax`, and methods on torch.Tensor: all that importing this package changes

@@ -258,13 +258,12 @@ def test_a_script_makes_its_mesh_on_the_topology_and_says_where_it_fails(
 def test_the_script_of_the_readme_is_previewed(tmp_path: Path) -> None:
     """With its loop for training alone, in a process of its own, where it says how many devices JAX shows."""
     readme = (Path(__file__).parents[2] / "README.md").read_text()
-    decorated, script = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)[:2]
-    definitions, training = script.split("state = step.init(seed=0)\n")
-    definitions = decorated.partition("\nfor ")[0] + definitions
+    script = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)[0]
+    definitions, training = script.split("\nfor _")
     line = re.search(r"^ +(batch = .*)$", training, re.MULTILINE)
     assert line is not None
-    loop = textwrap.indent(f"state = step.init(seed=0)\n{training}", "    ")
-    (tmp_path / "train.py").write_text(f'{definitions}{line[1]}\nif __name__ == "__main__":\n{loop}')
+    loop = textwrap.indent(f"for _{training}", "    ")
+    (tmp_path / "train.py").write_text(f'{definitions}\n{line[1]}\nif __name__ == "__main__":\n{loop}')
     command = [sys.executable, "-m", "torch_shard", "preview", "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

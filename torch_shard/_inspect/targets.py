@@ -19,7 +19,7 @@ from torch_shard._common.types import PyTree
 from torch_shard._plans import fsdp_tp
 from torch_shard._scan import Remat
 from torch_shard._sharding import LossFn
-from torch_shard._train import Step, TrainStep, make_train_step
+from torch_shard._train import Step, TrainFunction, TrainStep, make_train_step
 
 NEEDED = ("model", "loss_fn", "batch", "plan", "optimizer")
 """Names that a previewed file has to define."""
@@ -94,8 +94,9 @@ def find_step(
     """The step to be previewed, and the batch that it takes.
 
     Args:
-        target: A Python file that defines `model`, `loss_fn`, `batch`, `plan` and `optimizer`; `module:function`, which
-            is called with the mesh and returns a step and a batch; or the name of an example.
+        target: A Python file that defines `model`, `loss_fn`, `batch`, `plan` and `optimizer`, or a function with
+            `@ts.train_step` above it and a `batch`, its arguments; `module:function`, which is called with the mesh and
+            returns a step and a batch; or the name of an example.
         choose_mesh: Gives the devices. It is called with the mesh that the file has made, if any, and when the file has
             run: a script says first how many devices JAX is to show, which JAX does not take later.
         remat: What the backward pass computes again, where the target is no function; None for its default.
@@ -103,7 +104,13 @@ def find_step(
     if target in EXAMPLES:
         return _of_example(target, choose_mesh(None), remat)
     if target.endswith(".py"):
-        return _of_file(read_file(Path(target), NEEDED), choose_mesh, remat)
+        defined = read_file(Path(target), ())
+        function = next((value for value in defined.values() if isinstance(value, TrainFunction)), None)
+        if function is not None:
+            check_defined(target, defined, ("batch",))
+            return _of_decorated(function, defined, choose_mesh, remat)
+        check_defined(target, defined, NEEDED)
+        return _of_file(defined, choose_mesh, remat)
     return _of_function(target, choose_mesh(None))
 
 
@@ -132,6 +139,22 @@ def _of_file(
     return make_train_step(model, loss_fn, optimizer, **options), batch
 
 
+def _of_decorated(
+    function: TrainFunction[Any, Any],
+    defined: Mapping[str, Any],
+    choose_mesh: Callable[[Mesh | None], Mesh],
+    remat: Remat | int | None,
+) -> tuple[Step, PyTree]:
+    """The step of a decorated function, for the arguments that the script has as `batch`."""
+    batch, own_mesh = defined["batch"], defined.get("mesh")
+    options: dict[str, Any] = {"mesh": choose_mesh(own_mesh if isinstance(own_mesh, Mesh) else None)}
+    if remat is not None:
+        options["remat"] = remat
+    function = function.on(**options)
+    arguments = batch if isinstance(batch, tuple) else (batch,)
+    return function.begin(*arguments), function.batch(*arguments)
+
+
 def read_file(path: Path, needed: Sequence[str]) -> Mapping[str, Any]:
     """What a Python file defines, run as a script is but for what is under `if __name__ == "__main__"`."""
     if not path.is_file():
@@ -150,9 +173,14 @@ def read_file(path: Path, needed: Sequence[str]) -> Mapping[str, Any]:
     finally:
         sys.path.pop(0)
         sys.argv = arguments
+    check_defined(path, found, needed)
+    return found
+
+
+def check_defined(path: Path | str, found: Mapping[str, Any], needed: Sequence[str]) -> None:
+    """Refuse a file that does not define all that is needed."""
     if missing := [name for name in needed if name not in found]:
         raise ValueError(f"{path} defines no {', '.join(missing)}; it has to define {', '.join(needed)}.")
-    return found
 
 
 def find_proved(target: str) -> tuple[torch.nn.Module, LossFn, PyTree]:

@@ -1,4 +1,3 @@
-"""Training as others write it: steps of the user's own, and the updates of other libraries' trainers."""
+"""What the trainers of other libraries need of a run: updates by the microbatches that their loops hand over."""
 
-from torch_shard._trainers.train_function import TrainFunction, train_step
 from torch_shard._trainers.updates import Updates

@@ -14,8 +14,8 @@ import pathlib
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -110,7 +110,7 @@ class Notes:
         return self._names.get(id(tensor))
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
+    def taken(self) -> Generator[None, None, None]:
         """Take notes within, in this thread."""
         clips = [
             patched(module, name, lambda _, note=note: note)
@@ -162,7 +162,7 @@ class Notes:
         given = {"gradient": gradient, "retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
         if named := [name for name, value in {**given, **others}.items() if value is not None and value is not False]:
             _refuse(f"backward() is given {', '.join(named)}. Call it without, on each loss: their gradients add up")
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        if not isinstance(cast(object, loss), torch.Tensor) or loss.numel() != 1:
             _refuse("backward() is of more than one element. Reduce the loss with .mean() or .sum()")
         if self.clipping != Clipping():
             _refuse("backward() after clipping adds gradients that are not clipped. Clip after the last one")
@@ -192,8 +192,8 @@ class Notes:
         if self.clipping != Clipping():
             _refuse("the gradients are clipped twice. Clip them once, by norm or by value")
         tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        names = {self.name_of(tensor) for tensor in tensors}
-        if None in names or names & self._wanting != self._trained:
+        names = {self.name_of(tensor) or "" for tensor in tensors}
+        if "" in names or names & self._wanting != {*self._trained}:
             _refuse(
                 "only some of the gradients are clipped, or others than those of the optimizer's parameters. Clip "
                 "those of all parameters that it trains, and no others"
@@ -272,7 +272,7 @@ def _instead_of_scaling(original: Callable[..., Any]) -> Callable[..., Any]:
 def _holders(function: Callable[..., Any]) -> Iterator[tuple[types.ModuleType, str]]:
     """The modules that have a function, with its names there: `from torch.nn.utils import function` gives another."""
     for module in list(sys.modules.values()):
-        if isinstance(module, types.ModuleType):
+        if isinstance(cast(object, module), types.ModuleType):
             for name, value in list(vars(module).items()):
                 if value is function:
                     yield module, name

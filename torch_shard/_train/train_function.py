@@ -4,8 +4,8 @@ What comes before `optimizer.step()` is captured as a loss is. What comes after 
 on tensors of the device `jax`.
 """
 
-# JAX and PyTorch annotate some of their functions in part.
-# pyright: reportUnknownMemberType=false
+# JAX and PyTorch annotate some of their functions in part, and local variables may be anything.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import jax
@@ -32,10 +32,13 @@ from torch_shard._device import JaxTensor, Storage
 from torch_shard._loss import flatten_batch
 from torch_shard._sharding import PlanFn, ShardingPlan, entry_places
 from torch_shard._state import TrainState, live_model
-from torch_shard._train import Comparison, ShardedBatch, TrainStep, make_train_step
-from torch_shard._trainers.local_variables import ThereBefore, mapped
-from torch_shard._trainers.split_function import CannotSplitError, split_at
-from torch_shard._trainers.understood import Clipping, GradNorm, Notes, Stepped
+from torch_shard._train.comparison import Comparison
+from torch_shard._train.local_variables import ThereBefore, mapped
+from torch_shard._train.make import make_train_step
+from torch_shard._train.placing import ShardedBatch
+from torch_shard._train.split_function import CannotSplitError, split_at
+from torch_shard._train.train_step import TrainStep
+from torch_shard._train.understood import Clipping, GradNorm, Notes, Stepped
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -170,7 +173,7 @@ def train_step(
         >>> train(torch.ones(8, 4), torch.ones(8, 1)).shape
         torch.Size([])
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(cast(object, optimizer), torch.optim.Optimizer):
         raise TypeError(
             f"train_step: optimizer is the torch.optim optimizer that the function steps, and not "
             f"{type(optimizer).__name__}. For optax: ts.make_train_step(model, loss_fn, optimizer, ...)."
@@ -224,7 +227,7 @@ class TrainFunction(Generic[P, R]):
             )
         functools.update_wrapper(cast(Any, self), plain)
         self.model, self.optimizer = model, optimizer
-        self._function, self._self = plain, getattr(function, "__self__", None)
+        self._given, self._function, self._self = function, plain, getattr(function, "__self__", None)
         self._signature = inspect.signature(function)
         self._seed, self._options = seed, dict(options)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -252,10 +255,14 @@ class TrainFunction(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Train by one step.
 
+        Args:
+            *args: As the function takes them: the batch.
+            **kwargs: As the function takes them.
+
         Returns:
             What the function returns, with tensors of the device `jax`.
         """
-        batch = self._batch(*args, **kwargs)
+        batch = self.batch(*args, **kwargs)
         step = self._step_for(batch)
         placed = step.put(batch)
         _, metrics = step(self._present(step), placed)
@@ -277,29 +284,57 @@ class TrainFunction(Generic[P, R]):
         """The model's last state: of the last call, or of what was restored or written since."""
         return self._present(self.step)
 
+    def on(self, **options: Any) -> TrainFunction[P, R]:
+        """The same function with other options, such as `mesh=`, untrained.
+
+        Args:
+            **options: Of `train_step`.
+        """
+        return TrainFunction(self._given, self.model, self.optimizer, self._seed, {**self._options, **options})
+
     @error_prefix(None)
     def begin(self, *args: P.args, **kwargs: P.kwargs) -> TrainStep:
         """Make the step for arguments like these, without training: to restore a checkpoint into it.
 
+        Args:
+            *args: Like those of a call.
+            **kwargs: Like those of a call.
+
         Returns:
             The `TrainStep`, whose loss is the captured part of the function, and whose batch is `{argument: value}`.
         """
-        return self._step_for(self._batch(*args, **kwargs))
+        return self._step_for(self.batch(*args, **kwargs))
 
     @error_prefix(None)
     def preview(self, *args: P.args, **kwargs: P.kwargs) -> Preview:
-        """Compile for arguments like these and say what a call takes of each device: nothing runs."""
-        batch = self._batch(*args, **kwargs)
+        """Compile for arguments like these and say what a call takes of each device: nothing runs.
+
+        Args:
+            *args: Like those of a call.
+            **kwargs: Like those of a call.
+        """
+        batch = self.batch(*args, **kwargs)
         return self._step_for(batch).preview(batch)
 
     @error_prefix(None)
     def prove(self, *args: P.args, **kwargs: P.kwargs) -> Comparison:
-        """Compare a call, from the present state, with eager torch on the CPU; nothing changes."""
-        batch = self._batch(*args, **kwargs)
+        """Compare a call, from the present state, with eager torch on the CPU; nothing changes.
+
+        Args:
+            *args: Those of the call.
+            **kwargs: Those of the call.
+        """
+        batch = self.batch(*args, **kwargs)
         step = self._step_for(batch)
         return step.prove(self._present(step), batch)
 
-    def _batch(self, *args: Any, **kwargs: Any) -> dict[str, PyTree]:
+    def batch(self, *args: Any, **kwargs: Any) -> dict[str, PyTree]:
+        """The batch of `step` that arguments are: by their names, with the defaults.
+
+        Args:
+            *args: Like those of a call.
+            **kwargs: Like those of a call.
+        """
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return dict(bound.arguments)
@@ -532,7 +567,7 @@ def _numbers_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _having_tensors_of(model: nn.Module, other: nn.Module) -> Iterator[None]:
+def _having_tensors_of(model: nn.Module, other: nn.Module) -> Generator[None, None, None]:
     """Let a model hold the parameters and buffers of its copy: the user's function knows the model alone."""
     if model is other:
         yield

@@ -1,5 +1,8 @@
 """Which values of a function were there before it ran, and containers with other items."""
 
+# What is in the user's containers may be anything.
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false, reportUnknownMemberType=false
+
 import collections
 import gc
 import itertools

@@ -114,7 +114,7 @@ def _declare_only_used(head: ast.FunctionDef) -> None:
     for node in ast.walk(head):
         for name, statements in ast.iter_fields(node):
             if isinstance(statements, list):
-                setattr(node, name, [_only_used(each, used) for each in statements])
+                setattr(node, name, [_only_used(each, used) for each in cast(list[Any], statements)])
 
 
 def _only_used(statement: Any, used: set[str]) -> Any:
