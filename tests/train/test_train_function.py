@@ -350,6 +350,22 @@ def a_function_of_the_first_part(model: nn.Module, optimizer: torch.optim.Optimi
     return train
 
 
+@pytest.mark.parametrize("view", [torch.Tensor.detach, torch.Tensor.t, lambda p: p.data, lambda p: p[0]])
+def test_a_view_of_a_parameter_from_before_the_step_is_refused(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def make(model: Any, optimizer: torch.optim.Optimizer) -> Step:
+        def train(x: torch.Tensor, y: torch.Tensor) -> Any:
+            weight = view(model[0].weight)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            return weight.sum().item()
+
+        return train
+
+    with pytest.raises(NotImplementedError, match="weight is a view of a parameter or a buffer"):
+        run(make, ours=True)
+
+
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))

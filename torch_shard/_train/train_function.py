@@ -511,6 +511,11 @@ class _Variables:
             return _Entry(entry)
         if tensor in self._there_before:
             return _Same(tensor)
+        if self._notes.is_view_of_model(tensor):
+            raise NotImplementedError(
+                f"train_step: {name} is a view of a parameter or a buffer of the model, made before optimizer.step() "
+                "and used after it, when it has other values. Make it after optimizer.step()."
+            )
         self.kept[name] = tensor
         return _Kept(name, tensor.dtype, is_number=False)
 

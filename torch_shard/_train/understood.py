@@ -109,6 +109,12 @@ class Notes:
         """The name of a parameter of the model."""
         return self._names.get(id(tensor))
 
+    def is_view_of_model(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor has the memory of a parameter or buffer."""
+        held = (*self._model.parameters(), *self._model.buffers())
+        memory = tensor.untyped_storage()._cdata
+        return any(each.untyped_storage()._cdata == memory for each in held)
+
     @contextlib.contextmanager
     def taken(self) -> Generator[None, None, None]:
         """Take notes within, in this thread."""
