@@ -443,8 +443,9 @@ class SideEffects:
         """
         changes = [change for noted in self._before.values() for change in _restore(noted, self._done_again, is_whole)]
         for key, (place, old) in self._variables.items():
+            now = place.get()
             is_put_back = is_whole and not callable(old)  # a function was noted as others had replaced it for a while
-            if is_put_back or key in self._done_again or has_late(place.get()):
+            if now is not old and (is_put_back or key in self._done_again or has_late(now)):
                 place.set(old)
         return changes
 

@@ -161,7 +161,9 @@ class _FromDevice(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = args, dict(kwargs or {})
-        if any(isinstance(leaf, JaxTensor) for leaf in torch_pytree.tree_leaves(given)):
+        tensors = [leaf for leaf in torch_pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+        on_device = [isinstance(tensor, JaxTensor) for tensor in tensors]
+        if any(on_device) and not all(on_device):
             args, kwargs = torch_pytree.tree_map_only(JaxTensor, self._of, given)
         return func(*args, **(kwargs or {}))
 
