@@ -43,7 +43,7 @@ def split_at(function: types.FunctionType, frame: FrameType) -> tuple[types.Func
     _declare_only_used(head)
     head.decorator_list = definition.decorator_list[:1]
 
-    local = frame.f_locals.keys() - {*function.__code__.co_freevars}
+    local = set(frame.f_locals) - set(function.__code__.co_freevars)
     names = sorted(local & _names_in(following))
     tail = copy.deepcopy(definition)
     tail.args = ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
