@@ -86,8 +86,8 @@ def with_a_scaler(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
         with torch.autograd.profiler.record_function("step"):
             loss = F.cross_entropy(model(x), y)
             scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         return loss.item()
@@ -155,6 +155,41 @@ def a_penalty_on_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -
         loss.backward()
         optimizer.step()
         return loss.item()
+
+    return train
+
+
+@step
+def flags_of_the_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def train(x: torch.Tensor, y: torch.Tensor) -> Any:
+        model.train()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        model.eval()
+        optimizer.step()
+        found = model.training
+        model.train()
+        return loss.item(), found
+
+    return train
+
+
+@step
+def names_across_the_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def train(x: torch.Tensor, y: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        first = loss.detach().clone()
+        second, kept = first, [1]
+        other = {"kept": kept}
+        loss.backward()
+        optimizer.step()
+        first.add_(1)
+        kept.append(2)
+        import math as later
+
+        return first.item(), second.item(), other["kept"], later.pi
 
     return train
 
@@ -366,6 +401,266 @@ def test_a_view_of_a_parameter_from_before_the_step_is_refused(view: Callable[[t
         run(make, ours=True)
 
 
+@refused("the attribute tag of the model is set before optimizer.step")
+def an_attribute_of_the_model(model: Any, optimizer: torch.optim.Optimizer) -> Step:
+    model.tag = "before"
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> Any:
+        model.tag = "now"
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        return model.tag
+
+    return train
+
+
+@refused("does not call zero_grad")
+def zeroed_in_part(model: Any, optimizer: torch.optim.Optimizer) -> Step:
+    def train(x: torch.Tensor, y: torch.Tensor) -> Any:
+        for parameter in model[0].parameters():
+            parameter.grad = None
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return train
+
+
+@refused("does not call zero_grad")
+def zeroed_at_times(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    calls = []
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> Any:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        calls.append(1)
+        if len(calls) % 2 == 0:
+            optimizer.zero_grad()
+        return loss.item()
+
+    return train
+
+
+@refused(r"zero_grad\(\) comes between")
+def a_part_taken_away(model: Any, optimizer: torch.optim.Optimizer) -> Step:
+    return only_backward(model, optimizer, lambda loss: (loss.backward(), model[2].zero_grad()))
+
+
+@refused("is written between backward")
+def weights_written_after_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def around(loss: torch.Tensor) -> None:
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.data.mul_(0.5)
+
+    return only_backward(model, optimizer, around)
+
+
+@refused("is written between backward")
+def results_written_after_backward(model: Any, optimizer: torch.optim.Optimizer) -> Step:
+    def train(x: torch.Tensor, y: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        hidden = model[1](model[0](x))
+        loss = F.cross_entropy(model[2](hidden), y)
+        loss.backward()
+        hidden.data.zero_()
+        optimizer.step()
+        return loss.item()
+
+    return train
+
+
+@refused("the function steps another optimizer")
+def another_optimizer_after_the_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    scale = torch.ones((), requires_grad=True)
+    other = torch.optim.SGD([scale], lr=1.0)
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x) * scale, y)
+        loss.backward()
+        optimizer.step()
+        other.step()
+        return loss.item()
+
+    return train
+
+
+@refused("is read between backward")
+def a_gradient_of_an_input(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def train(x: torch.Tensor, y: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        at = x.clone().requires_grad_()
+        F.cross_entropy(model(at), y).backward()
+        found = 0 if at.grad is None else 1
+        optimizer.step()
+        return found
+
+    return train
+
+
+@refused("at may have a gradient")
+def a_gradient_of_an_input_later(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def train(x: torch.Tensor, y: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        at = x.clone().requires_grad_()
+        F.cross_entropy(model(at), y).backward()
+        optimizer.step()
+        return at.grad is None
+
+    return train
+
+
+@refused("comes to optimizer.step.* in line")
+def two_places(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    big = [True, False, True, False]
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if big[0]:
+            optimizer.step()
+            kind = "big"
+        else:
+            optimizer.step()
+            kind = "small"
+        del big[0]
+        return kind
+
+    return train
+
+
+@refused("it is a part of another statement")
+def more_in_the_statement(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    calls = []
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step() or calls.append(1)
+        return calls
+
+    return train
+
+
+@refused("a `with` is around it")
+def within_a_context(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def train(x: torch.Tensor, y: torch.Tensor) -> Any:
+        with torch.autograd.profiler.record_function("step"):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    return train
+
+
+@refused(r"locals\(\) is used")
+def all_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def train(x: torch.Tensor, y: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        return sorted(locals())
+
+    return train
+
+
+@refused("an argument is written before")
+def an_argument_that_is_written(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def train(x: torch.Tensor, y: torch.Tensor) -> Any:
+        x.mul_(2)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return train
+
+
+@refused("an argument is written after")
+def an_argument_that_is_written_later(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def train(x: torch.Tensor, y: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        x.mul_(2)
+
+    return train
+
+
+@refused("row?, which is a view of another tensor,")
+def a_view_that_is_written(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def train(x: torch.Tensor, y: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        rows = model(x)
+        F.cross_entropy(rows, y).backward()
+        ro = rows.detach()
+        row = ro[0]
+        optimizer.step()
+        ro.zero_()
+        return row.sum().item()
+
+    return train
+
+
+@refused("record is made before optimizer.step.*kept elsewhere")
+def a_record_that_is_kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    records: list[Any] = []
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        record = {"loss": loss.item()}
+        records.append(record)
+        loss.backward()
+        optimizer.step()
+        record["rows"] = len(x)
+        return records[-1]
+
+    return train
+
+
+def test_containers_among_the_arguments_are_the_callers() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @decorated(model, optimizer)
+    def train(x: torch.Tensor, y: torch.Tensor, history: list[float], calls: list[int] = []) -> Any:  # noqa: B006
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        history.append(loss.item())
+        calls.append(1)
+        return len(calls), y.dtype
+
+    history: list[float] = []
+    assert [train(*batch, history) for batch in batches(3)] == [(1, torch.int64), (2, torch.int64), (3, torch.int64)]
+    assert len(history) == 3
+
+
+def test_a_variable_with_a_value_at_some_calls_is_refused() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    on = [True]
+
+    @decorated(model, optimizer)
+    def train(x: torch.Tensor, y: torch.Tensor) -> Any:
+        if on[0]:
+            extra = 5
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        return extra if on[0] else 0
+
+    assert train(*batches()[0]) == 5
+    on[0] = False
+    with pytest.raises(NotImplementedError, match=r"extra, which is used after .* has a value at some calls only"):
+        train(*batches()[0])
+
+
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
@@ -402,7 +697,11 @@ def test_a_step_is_as_in_eager_torch(name: str) -> None:
     theirs = run(STEPS[name], ours=False)
     ours = run(STEPS[name], ours=True)
     assert_same(ours[:2], theirs[:2])
-    assert ours[2].step.num_compiles == 1 + (name == "written_to_after_the_step")  # of both training flags
+    assert ours[2].step.num_compiles <= 1 + (name in MORE)
+
+
+MORE = ("written_to_after_the_step",)
+"""Steps with other training flags of the model at their second call."""
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -410,6 +709,15 @@ def test_what_cannot_be_meant_is_refused_by_its_line(name: str) -> None:
     make, match = REFUSED[name]
     with pytest.raises(NotImplementedError, match=rf"(?s){match}"):
         run(make, ours=True)
+
+
+def test_an_argument_that_wants_a_gradient_is_refused() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train = decorated(model, optimizer)(STEPS["clipped_by_value"](model, optimizer))
+    x, y = batches()[0]
+    with pytest.raises(NotImplementedError, match="an argument requires a gradient"):
+        train(x.requires_grad_(), y)
 
 
 def test_microbatches_of_the_step_give_means() -> None:

@@ -26,6 +26,10 @@ class ThereBefore:
         # A dict of plain values is not known to the collector. One that was there is held by something that was.
         return not gc.is_tracked(value) and any(id(holder) in self._ids for holder in gc.get_referrers(value))
 
+    def hold(self, value: object) -> bool:
+        """Tell whether something that was there holds a value now."""
+        return any(id(holder) in self._ids for holder in gc.get_referrers(value))
+
 
 def mapped(value: Any, function: Callable[[Any, Any], Any]) -> Any:
     """A container with what a function makes of its keys and items; anything else as it is."""

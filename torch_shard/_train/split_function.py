@@ -6,51 +6,93 @@ globals and the enclosing variables of the function.
 
 import ast
 import copy
+import dataclasses
 import linecache
 import types
 from collections.abc import Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any, cast
 
-_BLOCKS = (ast.If, ast.With)
+_OF_ALL_NAMES = ("locals", "vars", "dir", "eval", "exec")
+
+Place = tuple[int | None, int | None, int | None, int | None]
 
 
 class CannotSplitError(Exception):
     """Why a function cannot be cut at a statement."""
 
 
-def split_at(function: types.FunctionType, frame: FrameType) -> tuple[types.FunctionType, types.FunctionType]:
-    """Cut a function behind the statement that a frame of it is at.
+@dataclasses.dataclass(frozen=True)
+class Halves:
+    """A function that was cut.
+
+    Attributes:
+        head: As far as a statement, with the parameters of the function.
+        tail: The rest. Its parameters are the local variables that it reads or sets and that have a value then.
+        following: The statements of the rest.
+        place: Of the call at which it was cut.
+        unbound: Local variables that the rest reads or sets and that had no value then.
+    """
+
+    head: types.FunctionType
+    tail: types.FunctionType
+    following: list[ast.stmt]
+    place: Place
+    unbound: frozenset[str]
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The local variables that the rest takes."""
+        code = cast(types.FunctionType, self.tail).__code__
+        return code.co_varnames[: code.co_argcount]
+
+
+def place_in(frame: FrameType) -> Place:
+    """Where in its file a frame is: lines and columns of the expression."""
+    return list(frame.f_code.co_positions())[frame.f_lasti // 2]
+
+
+def split_at(function: types.FunctionType, frame: FrameType) -> Halves:
+    """Cut a function behind the statement that a frame of it is at, which is a call and nothing else.
 
     Args:
         function: Of the user.
         frame: Of a call of it.
 
-    Returns:
-        The function as far as that statement, with its parameters; and a function with the rest, whose parameters are
-        those local variables of the function that it reads or sets and that the frame has.
-
     Raises:
         CannotSplitError: There is no source, or what follows is not the rest of the function alone.
     """
-    definition = _definition_of(function.__code__)
-    place = list(function.__code__.co_positions())[frame.f_lasti // 2]
-    statement = _statement_at(definition, place)
-    following = _following(definition.body, statement)
+    code = function.__code__
+    definition, place = _definition_of(code), place_in(frame)
+    _refuse_what_a_cut_changes(definition, code)
+    following = _following(definition.body, _statement_at(definition, place), place)
 
     head = copy.deepcopy(definition)
     _truncate(head.body, _statement_at(head, place))
     _declare_only_used(head)
     head.decorator_list = definition.decorator_list[:1]
 
-    local = set(frame.f_locals) - set(function.__code__.co_freevars)
-    names = sorted(local & _names_in(following))
+    local = ({*code.co_varnames} | {*code.co_cellvars}) & _names_in(following)
+    bound = sorted(local & set(frame.f_locals))
+    unbound = local - {*bound}
     tail = copy.deepcopy(definition)
-    tail.args = ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
-    tail.body = copy.deepcopy(following) or [ast.Pass()]
+    tail.args = ast.arguments([], [ast.arg(name) for name in bound], None, [], [], None, [])
+    never = ast.parse("if 0:\n" + "".join(f"    {name} = None\n" for name in sorted(unbound))).body if unbound else []
+    tail.body = [*never, *copy.deepcopy(following)] or [ast.Pass()]  # names that are set are those of a function
     tail.decorator_list, tail.returns = [], None
-    _declare(tail, definition, function.__code__, _names_set(following))
-    return _compiled(head, function), _compiled(tail, function)
+    _declare(tail, definition, code, _names_set(following))
+    return Halves(_compiled(head, function), _compiled(tail, function), following, place, frozenset(unbound))
+
+
+def _refuse_what_a_cut_changes(definition: ast.FunctionDef, code: CodeType) -> None:
+    names = {node.id for node in ast.walk(definition) if isinstance(node, ast.Name)}
+    attributes = {node.attr for node in ast.walk(definition) if isinstance(node, ast.Attribute)}
+    if found := sorted(name for name in names | attributes if name.startswith("__") and not name.endswith("__")):
+        raise CannotSplitError(f"{found[0]} is a private name of a class: use one underscore")
+    if "__class__" in code.co_freevars:
+        raise CannotSplitError("super() is used: call the class by its name")
+    if found := sorted(names & {*_OF_ALL_NAMES} & {*code.co_names}):
+        raise CannotSplitError(f"{found[0]}() is used, which would see a part of the local variables")
 
 
 def _definition_of(code: CodeType) -> ast.FunctionDef:
@@ -79,22 +121,21 @@ def _has(node: ast.stmt, line: int | None, column: int | None) -> bool:
     return begin <= (line or 0, column or 0) < end
 
 
-def _following(body: list[ast.stmt], statement: ast.stmt) -> list[ast.stmt]:
-    """The statements that run after one of a body, or after one of the blocks in it."""
+def _following(body: list[ast.stmt], statement: ast.stmt, place: Place) -> list[ast.stmt]:
+    """The statements that run after one of a body, or after one of the branches in it."""
     index = next(number for number, each in enumerate(body) if each is statement or statement in ast.walk(each))
     rest, around = body[index + 1 :], body[index]
     if around is statement:
-        if not isinstance(statement, ast.Expr):
+        call = statement.value if isinstance(statement, ast.Expr) else None
+        if call is None or (call.lineno, call.end_lineno, call.col_offset, call.end_col_offset) != place:
             raise CannotSplitError("it is a part of another statement: write it on a line of its own")
         return rest
-    if not isinstance(around, _BLOCKS):
+    if isinstance(around, ast.With):
+        raise CannotSplitError("a `with` is around it: end the `with` before it")
+    if not isinstance(around, ast.If):
         raise CannotSplitError("it is in a loop, a `try` or another function: write it in the function itself")
-    blocks = [around.body, *([around.orelse] if isinstance(around, ast.If) else [])]
-    within = next(block for block in blocks if any(statement in ast.walk(each) for each in block))
-    inner = _following(within, statement)
-    if inner and isinstance(around, ast.With):
-        raise CannotSplitError("a `with` is around it and around what follows: end the `with` before it")
-    return [*inner, *rest]
+    within = next(block for block in (around.body, around.orelse) if any(statement in ast.walk(s) for s in block))
+    return [*_following(within, statement, place), *rest]
 
 
 def _truncate(body: list[ast.stmt], statement: ast.stmt) -> None:
@@ -102,8 +143,8 @@ def _truncate(body: list[ast.stmt], statement: ast.stmt) -> None:
     index = next(number for number, each in enumerate(body) if each is statement or statement in ast.walk(each))
     del body[index + 1 :]
     around = body[index]
-    if isinstance(around, _BLOCKS):
-        for block in [around.body, *([around.orelse] if isinstance(around, ast.If) else [])]:
+    if isinstance(around, ast.If):
+        for block in (around.body, around.orelse):
             if any(statement in ast.walk(each) for each in block):
                 _truncate(block, statement)
 
@@ -125,12 +166,28 @@ def _only_used(statement: Any, used: set[str]) -> Any:
 
 
 def _names_in(statements: Sequence[ast.stmt]) -> set[str]:
-    return {node.id for each in statements for node in ast.walk(each) if isinstance(node, ast.Name)}
+    names = {node.id for each in statements for node in ast.walk(each) if isinstance(node, ast.Name)}
+    return names | _names_set(statements)
 
 
 def _names_set(statements: Sequence[ast.stmt]) -> set[str]:
-    nodes = [node for each in statements for node in ast.walk(each)]
-    return {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    return {name for each in statements for node in ast.walk(each) if (name := _name_that_is_set(node)) is not None}
+
+
+def _name_that_is_set(node: ast.AST) -> str | None:
+    match node:
+        case ast.Name(id=name) if not isinstance(node.ctx, ast.Load):
+            return name
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return name
+        case ast.alias(name=name, asname=other):
+            return other or name.partition(".")[0]
+        case ast.ExceptHandler(name=name) | ast.MatchAs(name=name) | ast.MatchStar(name=name):
+            return name
+        case ast.MatchMapping(rest=name):
+            return name
+        case _:
+            return None
 
 
 def _declare(tail: ast.FunctionDef, definition: ast.FunctionDef, code: CodeType, names_set: set[str]) -> None:

@@ -9,13 +9,16 @@ on tensors of the device `jax`.
 
 from __future__ import annotations
 
+import ast
 import collections
 import contextlib
 import dataclasses
 import functools
 import inspect
+import logging
+import operator
 import types
-from collections.abc import Callable, Generator, Hashable, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence, Set
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import jax
@@ -36,9 +39,11 @@ from torch_shard._train.comparison import Comparison
 from torch_shard._train.local_variables import ThereBefore, mapped
 from torch_shard._train.make import make_train_step
 from torch_shard._train.placing import ShardedBatch
-from torch_shard._train.split_function import CannotSplitError, split_at
+from torch_shard._train.split_function import CannotSplitError, Halves, place_in, split_at
 from torch_shard._train.train_step import TrainStep
-from torch_shard._train.understood import Clipping, GradNorm, Notes, Stepped
+from torch_shard._train.understood import Clipping, GradNorm, Notes, Stepped, memory_of, without_other_steps
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -102,14 +107,31 @@ class _Parts:
     """What a first run of the function has shown.
 
     Attributes:
-        head: The function as far as `optimizer.step()`.
-        tail: The rest.
+        halves: The function as far as `optimizer.step()`, and the rest.
         clipping: How the gradients are clipped.
+        zeroes_after: Whether the rest begins anew with gradients, whatever it does else.
     """
 
-    head: types.FunctionType
-    tail: types.FunctionType
+    halves: Halves
     clipping: Clipping
+    zeroes_after: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Between:
+    """What is there after the captured part, for the rest.
+
+    Attributes:
+        number: Of this one among those of the function.
+        variables: What stands for local variables.
+        training: The training flags of the model's modules.
+        aliases: Names of tensors that share memory with others.
+    """
+
+    number: int
+    variables: dict[str, Any]
+    training: tuple[bool, ...]
+    aliases: frozenset[str]
 
 
 class _FoundError(BaseException):
@@ -243,9 +265,9 @@ class TrainFunction(Generic[P, R]):
             self._options["trainable"] = sorted(self._trained & wanting)
         self._parts: _Parts | None = None
         self._step: TrainStep | None = None
-        self._variables: dict[Hashable, tuple[int, dict[str, Any]]] = {}
-        """What local variables are after the captured part, of each program its own, with a number."""
-        self._has_begun = False
+        self._between: dict[Hashable, _Between] = {}
+        """What is there after the captured part, of each program its own."""
+        self._has_begun = self._has_told = False
 
     caller = "train_step"
 
@@ -337,7 +359,13 @@ class TrainFunction(Generic[P, R]):
         """
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        return dict(bound.arguments)
+        batch = dict(bound.arguments)
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in flatten_batch(batch)[0]):
+            raise NotImplementedError(
+                "train_step: an argument requires a gradient, which a step does not give it. Give its detach(), and "
+                "take torch.autograd.grad in the function."
+            )
+        return batch
 
     def _present(self, step: TrainStep) -> TrainState:
         """The model's last state, or a new one at first."""
@@ -370,15 +398,32 @@ class TrainFunction(Generic[P, R]):
         """Run the function as far as its step, to see where that is and how it clips."""
         notes, frame = self._run(self._function, batch)
         try:
-            head, tail = split_at(self._function, frame)
+            halves = split_at(self._function, frame)
         except CannotSplitError as error:
             raise NotImplementedError(
                 f"train_step: {self._function.__name__} cannot be cut behind optimizer.step(): {error}."
             ) from None
-        raise _FoundError(_Parts(head, tail, notes.clipping))
+        raise _FoundError(_Parts(halves, notes.clipping, self._zeroes(halves.following, frame)))
+
+    def _zeroes(self, statements: Sequence[ast.stmt], frame: types.FrameType) -> bool:
+        """Tell whether statements take all gradients away, whatever else they do."""
+        for statement in statements:
+            match statement:
+                case ast.Expr(value=ast.Call(func=ast.Attribute(value=owner, attr="zero_grad"))):
+                    of = _value_of(owner, frame)
+                    parameters = of.parameters() if isinstance(of, nn.Module) else ()
+                    if of is self.optimizer or {self._names.get(id(p)) for p in parameters} >= self._trained:
+                        return True
+                case _:
+                    pass
+            if any(isinstance(node, ast.Return | ast.Raise) for node in ast.walk(statement)):
+                return False
+        return False
 
     def _run(self, function: types.FunctionType, batch: dict[str, PyTree]) -> tuple[Notes, types.FrameType]:
         notes = Notes(self.model, self.optimizer, self._trained, self._names, function.__code__)
+        given = flatten_batch(batch)
+        versions = [_version_of(leaf) for leaf in given[0]]
         bound = inspect.BoundArguments(self._signature, collections.OrderedDict(batch))  # pyright: ignore
         args = bound.args if self._self is None else (self._self, *bound.args)
         numbers = _numbers_of(self.optimizer)
@@ -391,6 +436,13 @@ class TrainFunction(Generic[P, R]):
                     "train_step: the function writes to optimizer.param_groups before optimizer.step(), and a compiled "
                     "step reads them before it runs. Write to them before the call, or after optimizer.step()."
                 ) from None
+            now = flatten_batch(batch)
+            is_same = len(given[0]) == len(now[0]) and all(map(operator.is_, given[0], now[0]))
+            if not is_same or given[1] != now[1] or [_version_of(leaf) for leaf in now[0]] != versions:
+                raise NotImplementedError(
+                    "train_step: an argument is written before optimizer.step(), and a compiled step gets a copy. "
+                    "Write to a clone, or after optimizer.step()."
+                ) from None
             return notes, stepped.frame
         raise NotImplementedError(
             f"train_step: {self._function.__name__} returns without optimizer.step() at this call. Each call is one "
@@ -399,39 +451,72 @@ class TrainFunction(Generic[P, R]):
 
     def _loss(self, model: nn.Module, batch: dict[str, PyTree]) -> tuple[torch.Tensor, dict[str, PyTree]]:
         assert self._parts is not None
-        head, tail = cast(types.FunctionType, self._parts.head), self._parts.tail
+        halves = self._parts.halves
         there_before = ThereBefore()
+        before = {name: {**vars(module)} for name, module in self.model.named_modules()}
         with _having_tensors_of(self.model, model):
-            notes, frame = self._run(head, batch)
-        if not notes.is_zeroed and "zero_grad" not in tail.__code__.co_names:
-            raise NotImplementedError(
-                f"train_step: {head.__name__} does not call zero_grad(), so that backward() adds to the gradients of "
-                "the call before. Call optimizer.zero_grad() in it; to accumulate, give the large batch and "
-                "accumulate_steps=."
-            )
-        if notes.clipping != self._parts.clipping:
-            raise NotImplementedError(
-                f"train_step: {head.__name__} clips otherwise than at its first call: {notes.clipping} after "
-                f"{self._parts.clipping}. A step clips in one way."
-            )
-        names = tail.__code__.co_varnames[: tail.__code__.co_argcount]
-        values = {name: frame.f_locals[name] for name in names}
+            notes, frame = self._run(cast(types.FunctionType, halves.head), batch)
+        self._check(notes, frame)
+        values = {name: frame.f_locals[name] for name in halves.variables}
         if not is_capturing():
             return notes.loss, self._in_eager_torch(values)
+        self._tell_of(notes.outside)
         variables = _Variables(batch, notes, there_before)
         template = {name: variables.template(name, value) for name, value in values.items()}
         if self._options.get("accumulate_steps", 1) > 1:
-            _refuse_of_microbatches(variables.kept)
-        number, _ = self._variables.get(key := _key_of(template), (len(self._variables), None))
-        self._variables[key] = number, template
+            _refuse_of_microbatches(variables.kept, notes.losses)
+        training = tuple(module.training for module in self.model.modules())
+        _refuse_attributes(self.model, before, {*halves.tail.__code__.co_names})
+        key = _key_of(template), training
+        number = self._between[key].number if key in self._between else len(self._between)
+        self._between[key] = _Between(number, template, training, variables.aliases)
         return notes.loss, {f"{_VARIABLES}{number}": variables.kept}
+
+    def _tell_of(self, outside: list[torch.Tensor]) -> None:
+        others = [tensor for tensor in outside if not isinstance(tensor, JaxTensor)]  # which another step trains
+        if others and not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "train_step: %s depends on %d tensors that require a gradient and are none of the model's, of shapes "
+                "%s. backward() gives them none here. To train them, too, give the module that holds all of them.",
+                self._function.__name__,
+                len(others),
+                ", ".join(str(tuple(tensor.shape)) for tensor in others[:4]),
+            )
+
+    def _check(self, notes: Notes, frame: types.FrameType) -> None:
+        """Refuse what is otherwise than at the first call."""
+        assert self._parts is not None
+        name, halves = self._function.__name__, self._parts.halves
+        if not notes.is_zeroed and not self._parts.zeroes_after:
+            raise NotImplementedError(
+                f"train_step: {name} does not call zero_grad() at each call, so that backward() adds to the "
+                "gradients of the call before. Call optimizer.zero_grad() in it; to accumulate, give the large batch "
+                "and accumulate_steps=."
+            )
+        if notes.clipping != self._parts.clipping:
+            raise NotImplementedError(
+                f"train_step: {name} clips otherwise than at its first call: {notes.clipping} after "
+                f"{self._parts.clipping}. A step clips in one way, by a number that stays."
+            )
+        if place_in(frame) != halves.place:
+            raise NotImplementedError(
+                f"train_step: {name} comes to optimizer.step() in line {place_in(frame)[0]}, and at its first call "
+                f"in line {halves.place[0]}. Write one optimizer.step() for both."
+            )
+        there = {*frame.f_locals}
+        if found := sorted(({*halves.variables} - there) | (halves.unbound & there)):
+            raise NotImplementedError(
+                f"train_step: {found[0]}, which is used after optimizer.step(), has a value at some calls only. "
+                "Give it one before."
+            )
 
     def _in_eager_torch(self, values: dict[str, Any]) -> dict[str, PyTree]:
         """The values of local variables that a program gives, of a run in eager torch."""
-        for number, template in self._variables.values():
+        for between in self._between.values():
             kept = dict[str, Any]()
-            if _fits(template, values, kept):
-                return {f"{_VARIABLES}{number}": kept}
+            if _fits(between.variables, values, kept):
+                return {f"{_VARIABLES}{between.number}": kept}
         return {}
 
     # -- the part that runs after each step --
@@ -439,34 +524,73 @@ class TrainFunction(Generic[P, R]):
     def _run_rest(self, batch: Mapping[str, PyTree], placed: ShardedBatch, metrics: dict[str, PyTree]) -> R:
         assert self._parts is not None
         name = next(name for name in metrics if name.startswith(_VARIABLES))
-        arrays: dict[str, jax.Array] = metrics[name]
-        leaves, signature = flatten_batch(batch)
-        on_device = [
-            JaxTensor(Storage(array)) if isinstance(leaf, torch.Tensor | np.ndarray) else leaf
-            for leaf, array in zip(leaves, placed.arrays, strict=True)
-        ]
-
-        def value_of(stand_in: Any) -> Any:
-            match stand_in:
-                case _Argument(name):
-                    return signature.rebuild(on_device)[name]
-                case _Leaf(position):
-                    return on_device[position]
-                case _Entry(name):
-                    return self.model.get_parameter(name)
-                case _Norm():
-                    return JaxTensor(Storage(metrics["grad_norm"]))
-                case _Kept(name, dtype, is_number):
-                    tensor = JaxTensor(Storage(arrays[name], dtype))
-                    return tensor.item() if is_number else tensor
-                case _Same(value):
-                    return value
-                case _:
-                    return mapped(stand_in, lambda _, item: value_of(item))
-
         number = int(name.removeprefix(_VARIABLES))
-        template = next(template for other, template in self._variables.values() if other == number)
-        return self._parts.tail(**{name: value_of(stand_in) for name, stand_in in template.items()})
+        between = next(between for between in self._between.values() if between.number == number)
+        for module, is_training in zip(self.model.modules(), between.training, strict=True):
+            if module.training != is_training:
+                module.training = is_training
+
+        rebuilt = _Rebuilt(self.model, batch, placed, metrics[name], metrics["grad_norm"])
+        variables = {name: rebuilt.value(stand_in) for name, stand_in in between.variables.items()}
+        with without_other_steps(self.optimizer):
+            returned = self._parts.halves.tail(**variables)
+        rebuilt.refuse_writes(between.aliases)
+        return returned
+
+
+class _Rebuilt:
+    """Local variables of the part that was captured, with the values of a step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Mapping[str, PyTree],
+        placed: ShardedBatch,
+        arrays: Mapping[str, jax.Array],
+        norm: jax.Array,
+    ) -> None:
+        self._model, self._batch, self._arrays = model, batch, arrays
+        self._leaves = [
+            JaxTensor(Storage(array, _dtype_of(leaf))) if isinstance(leaf, torch.Tensor | np.ndarray) else leaf
+            for leaf, array in zip(flatten_batch(batch)[0], placed.arrays, strict=True)
+        ]
+        self._placed, self._norm = placed.arrays, JaxTensor(Storage(norm))
+        self._tensors: dict[str, JaxTensor] = {}
+        self._containers: dict[int, Any] = {}
+
+    def value(self, stand_in: Any) -> Any:
+        """The value that something stands for; the same object each time."""
+        match stand_in:
+            case _Argument(name):
+                return self._batch[name]
+            case _Leaf(position):
+                return self._leaves[position]
+            case _Entry(name):
+                return self._model.get_parameter(name)
+            case _Norm():
+                return self._norm
+            case _Kept(name, dtype, is_number):
+                if name not in self._tensors:
+                    self._tensors[name] = JaxTensor(Storage(self._arrays[name], dtype))
+                return self._tensors[name].item() if is_number else self._tensors[name]
+            case _Same(value):
+                return value
+            case _:
+                if id(stand_in) not in self._containers:
+                    self._containers[id(stand_in)] = mapped(stand_in, lambda _, item: self.value(item))
+                return self._containers[id(stand_in)]
+
+    def refuse_writes(self, aliases: Set[str]) -> None:
+        """Refuse writes in place to what is a copy here and is not in torch."""
+        leaves = zip(self._leaves, self._placed, strict=True)
+        is_written = any(isinstance(leaf, JaxTensor) and leaf.jax() is not array for leaf, array in leaves)
+        names = [name for name in aliases & self._tensors.keys() if self._tensors[name].jax() is not self._arrays[name]]
+        if is_written or names:
+            what = "an argument" if is_written else f"{min(names)}, which is a view of another tensor,"
+            raise NotImplementedError(
+                f"train_step: {what} is written after optimizer.step(), where it is a copy on the device. Write to a "
+                "clone."
+            )
 
 
 class _Variables:
@@ -481,23 +605,49 @@ class _Variables:
     def __init__(self, batch: Mapping[str, PyTree], notes: Notes, there_before: ThereBefore) -> None:
         self._batch, self._notes, self._there_before = batch, notes, there_before
         self._leaves = {id(leaf): position for position, leaf in enumerate(flatten_batch(batch)[0])}
+        self._stand_ins: dict[int, Any] = {}
+        self._memory: dict[int, list[str]] = {}
         self.kept: dict[str, Any] = {}
         """Tensors, and numbers of tensors, that the program is to give."""
 
+    @property
+    def aliases(self) -> frozenset[str]:
+        """The names of tensors that share memory with others."""
+        return frozenset(name for names in self._memory.values() if len(names) > 1 for name in names)
+
     def template(self, name: str, value: Any) -> Any:
-        """What stands for a value."""
-        if name in self._batch and value is self._batch[name]:
-            return _Argument(name)
+        """What stands for a value: for the same value the same."""
+        if id(value) in self._leaves and not isinstance(value, (int, float)):
+            return _Leaf(self._leaves[id(value)])
+        if (argument := self._argument(value)) is not None:
+            return _Argument(argument)
         if isinstance(value, GradNorm):
             return _Norm()
         if type(value) is LateNumber:
             self.kept[name] = value
             return _Kept(name, None, is_number=True)
+        if isinstance(value, _CONSTANT):
+            return _Same(value)
+        if id(value) not in self._stand_ins:
+            self._stand_ins[id(value)] = self._stand_in(name, value)
+        return self._stand_ins[id(value)]
+
+    def _argument(self, value: Any) -> str | None:
+        if isinstance(value, _CONSTANT):
+            return None
+        return next((name for name, given in self._batch.items() if given is value), None)
+
+    def _stand_in(self, name: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._of_tensor(name, value)
-        if isinstance(value, _CONSTANT) or value in self._there_before:
+        if value in self._there_before:
             return _Same(value)
-        if isinstance(value, (list, tuple, dict, collections.deque)):
+        if type(value) in (list, collections.deque) or isinstance(value, (tuple, dict)):
+            if not isinstance(value, tuple) and self._there_before.hold(value):
+                raise NotImplementedError(
+                    f"train_step: {name} is made before optimizer.step(), kept elsewhere, and used after it. Make it "
+                    "after optimizer.step()."
+                )
             return mapped(value, lambda key, item: self.template(f"{name}[{key!r}]", item))
         raise NotImplementedError(
             f"train_step: {name}, of class {type(value).__name__}, is made before optimizer.step() and used after it, "
@@ -505,8 +655,6 @@ class _Variables:
         )
 
     def _of_tensor(self, name: str, tensor: torch.Tensor) -> Any:
-        if id(tensor) in self._leaves:
-            return _Leaf(self._leaves[id(tensor)])
         if (entry := self._notes.name_of(tensor)) is not None:
             return _Entry(entry)
         if tensor in self._there_before:
@@ -516,8 +664,45 @@ class _Variables:
                 f"train_step: {name} is a view of a parameter or a buffer of the model, made before optimizer.step() "
                 "and used after it, when it has other values. Make it after optimizer.step()."
             )
+        if tensor.requires_grad and (tensor.is_leaf or tensor.retains_grad):
+            raise NotImplementedError(
+                f"train_step: {name} may have a gradient, which stays in the program of the step, and is used after "
+                "optimizer.step(). Take torch.autograd.grad before it, or use its detach()."
+            )
         self.kept[name] = tensor
+        self._memory.setdefault(memory_of(tensor), []).append(name)
         return _Kept(name, tensor.dtype, is_number=False)
+
+
+def _value_of(expression: ast.expr, frame: types.FrameType) -> Any:
+    """What a name, or an attribute of one, is in a frame; None for anything else."""
+    if any(not isinstance(node, ast.Name | ast.Attribute | ast.expr_context) for node in ast.walk(expression)):
+        return None
+    try:
+        return eval(compile(ast.Expression(expression), "<zero_grad>", "eval"), frame.f_globals, dict(frame.f_locals))
+    except (NameError, AttributeError):
+        return None
+
+
+def _version_of(leaf: Any) -> int | None:
+    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None
+
+
+def _dtype_of(leaf: torch.Tensor | np.ndarray) -> torch.dtype:
+    return leaf.dtype if isinstance(leaf, torch.Tensor) else torch.from_numpy(np.empty(0, leaf.dtype)).dtype
+
+
+def _refuse_attributes(model: nn.Module, before: Mapping[str, Mapping[str, Any]], names: Set[str]) -> None:
+    """Refuse plain values that are set on modules, which a capture takes back, if the rest reads them."""
+    for path, module in model.named_modules():
+        for name in names & vars(module).keys() - {"training"}:
+            value = vars(module)[name]
+            is_new = name not in before.get(path, {}) or value is not before[path][name]
+            if is_new and isinstance(value, _CONSTANT) and type(cast(object, value)) is not LateNumber:
+                raise NotImplementedError(
+                    f"train_step: the attribute {f'{path}.{name}' if path else name} of the model is set before "
+                    "optimizer.step() and used after it. Set it after optimizer.step()."
+                )
 
 
 def _key_of(template: Any) -> Hashable:
@@ -556,13 +741,13 @@ def _fits(stand_in: Any, value: Any, kept: dict[str, Any]) -> bool:
             return True
 
 
-def _refuse_of_microbatches(kept: Mapping[str, Any]) -> None:
-    """Refuse local variables of which the microbatches have no mean."""
+def _refuse_of_microbatches(kept: Mapping[str, Any], losses: Sequence[torch.Tensor]) -> None:
+    """Refuse local variables of which the step does not give the mean over microbatches, as it does of the loss."""
     for name, value in kept.items():
-        if not isinstance(value, torch.Tensor) or value.ndim or not value.is_floating_point():
+        if len(losses) != 1 or value is not losses[0]:
             raise NotImplementedError(
                 f"train_step: {name} is used after optimizer.step(), and with accumulate_steps= each microbatch has "
-                "one of its own. Only means, such as the loss, are there after the step."
+                "one of its own. Only the loss is there after the step."
             )
 
 

@@ -14,18 +14,24 @@ import pathlib
 import sys
 import threading
 import types
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture import current_user_line
 from torch_shard._common.patching import having, patched
 
 _TORCH = f"{torch.__path__[0]}/"
 _HERE = f"{pathlib.Path(__file__).parent.parent}/"
+
+
+_WRITES = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__", "__set__")
+"""Names of functions of torch that write in place, beside those that end with `_`."""
 
 
 class Stepped(BaseException):
@@ -93,8 +99,13 @@ class Notes:
         now = dict(model.named_parameters())  # in a capture, fakes
         self._names = {**names, **{id(parameter): name for name, parameter in now.items()}}
         self._wanting = {name for name, parameter in now.items() if parameter.requires_grad}
-        self.is_zeroed = False
+        self._zeroed = set[str]()
+        self.outside: list[torch.Tensor] = []
+        """Tensors that want a gradient and are none of the model."""
+        self._met: dict[int, torch.Tensor] = {}
+        self._saved: dict[int, torch.Tensor] = {}
         self._losses: list[torch.Tensor] = []
+        self.losses: list[torch.Tensor] = []
         self.clipping = Clipping()
 
     @property
@@ -105,6 +116,11 @@ class Notes:
             total = total + loss
         return total
 
+    @property
+    def is_zeroed(self) -> bool:
+        """Whether all gradients were taken away before the first backward pass."""
+        return self._zeroed >= self._trained
+
     def name_of(self, tensor: torch.Tensor) -> str | None:
         """The name of a parameter of the model."""
         return self._names.get(id(tensor))
@@ -112,8 +128,7 @@ class Notes:
     def is_view_of_model(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor has the memory of a parameter or buffer."""
         held = (*self._model.parameters(), *self._model.buffers())
-        memory = tensor.untyped_storage()._cdata
-        return any(each.untyped_storage()._cdata == memory for each in held)
+        return any(memory_of(each) == memory_of(tensor) for each in held)
 
     @contextlib.contextmanager
     def taken(self) -> Generator[None, None, None]:
@@ -138,23 +153,43 @@ class Notes:
             ):
                 stack.enter_context(context)
             stack.callback(register_optimizer_step_pre_hook(self._step).remove)
+            stack.enter_context(_Calls(self))
             stack.enter_context(having(_CURRENT, notes=self))
             yield
+
+    def note_call(self, name: str, tensors: list[torch.Tensor]) -> None:
+        """Look at a call of torch."""
+        is_write = (name.endswith("_") and not name.endswith("__")) or name in _WRITES
+        if self._losses and is_write and tensors and memory_of(tensors[0]) in self._saved:
+            _refuse(
+                "a parameter, or what the loss was computed of, is written between backward() and optimizer.step(), "
+                "and the gradients are taken at the end. Write before backward() or after optimizer.step()"
+            )
+        for tensor in tensors:
+            if tensor.requires_grad:
+                self._met[memory_of(tensor)] = tensor
+            is_leaf = tensor.requires_grad and tensor.is_leaf and not hasattr(tensor, "fake_mode")
+            if is_leaf and self.name_of(tensor) is None and not any(tensor is other for other in self.outside):
+                self.outside.append(tensor)
 
     # -- the calls --
 
     def _zero_of_optimizer(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
         if optimizer is self._optimizer:
-            self._zero()
+            self._zero(self._trained)
+        else:
+            self._zero(self._names_of(p for group in optimizer.param_groups for p in group["params"]))
 
     def _zero_of_module(self, module: nn.Module, set_to_none: bool = True) -> None:
-        if {self.name_of(parameter) for parameter in module.parameters()} >= self._trained:
-            self._zero()
+        self._zero(self._names_of(module.parameters()))
 
-    def _zero(self) -> None:
-        if self._losses:
-            _refuse("zero_grad() comes between backward() and optimizer.step(), and takes the gradients away")
-        self.is_zeroed = True
+    def _names_of(self, tensors: Iterable[torch.Tensor]) -> set[str]:
+        return {name for tensor in tensors if (name := self.name_of(tensor)) is not None}
+
+    def _zero(self, names: Set[str]) -> None:
+        if self._losses and names & self._trained:
+            _refuse("zero_grad() comes between backward() and optimizer.step(), and takes gradients away")
+        self._zeroed |= names
 
     def _backward(
         self,
@@ -173,6 +208,9 @@ class Notes:
         if self.clipping != Clipping():
             _refuse("backward() after clipping adds gradients that are not clipped. Clip after the last one")
         self._losses.append(loss.reshape(()))
+        self.losses.append(loss)
+        self._saved |= self._met | {memory_of(parameter): parameter for parameter in self._model.parameters()}
+        self._met = {}
 
     def _clip_norm(
         self,
@@ -208,7 +246,7 @@ class Notes:
 
     def _instead_of_grad(self, original: Any) -> property:
         def get(tensor: torch.Tensor) -> torch.Tensor | None:
-            if self.name_of(tensor) is None:
+            if self.name_of(tensor) is None and not tensor.requires_grad:
                 return original.__get__(tensor)
             if self._losses:
                 _refuse(
@@ -218,12 +256,13 @@ class Notes:
             return None
 
         def put(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
-            if self.name_of(tensor) is None:
+            name = self.name_of(tensor)
+            if name is None:
                 original.__set__(tensor, value)
             elif value is not None or self._losses:
                 _refuse("a gradient is written. Change the loss, or use a hook on the parameter (register_hook)")
             else:
-                self.is_zeroed = True  # `for p in model.parameters(): p.grad = None`
+                self._zeroed.add(name)  # `for p in model.parameters(): p.grad = None`
 
         return property(get, put)
 
@@ -255,11 +294,32 @@ class Notes:
         return frame
 
 
+class _Calls(TorchFunctionMode):
+    """Sees what torch is called with: writes to parameters after backward, and others that want gradients."""
+
+    def __init__(self, notes: Notes) -> None:
+        super().__init__()
+        self._notes = notes
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        tensors = [leaf for leaf in torch_pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        with torch._C.DisableTorchFunction():
+            self._notes.note_call(getattr(func, "__name__", ""), tensors)
+        return func(*args, **(kwargs or {}))
+
+
 class _Current(threading.local):
     notes: Notes | None = None
 
 
 _CURRENT = _Current()
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """The same for tensors of one memory."""
+    return tensor.untyped_storage()._cdata
 
 
 def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -286,3 +346,21 @@ def _holders(function: Callable[..., Any]) -> Iterator[tuple[types.ModuleType, s
 
 def _refuse(what: str) -> NoReturn:
     raise NotImplementedError(f"{current_user_line()}\ntrain_step: {what}.")
+
+
+@contextlib.contextmanager
+def without_other_steps(optimizer: torch.optim.Optimizer) -> Generator[None, None, None]:
+    """Refuse steps of other optimizers within: they would find no gradients."""
+
+    def refuse(other: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if other is not optimizer:
+            _refuse(
+                f"the function steps another optimizer, {type(other).__name__}. Write a function for each "
+                "optimizer, with @ts.train_step above it"
+            )
+
+    hook = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        hook.remove()
