@@ -1,5 +1,6 @@
 """`ts.train_step`: what a step of the user's own may do, as in eager torch, and what it may not, by its line."""
 
+import collections
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -182,14 +183,15 @@ def names_across_the_step(model: nn.Module, optimizer: torch.optim.Optimizer) ->
         loss = F.cross_entropy(model(x), y)
         first = loss.detach().clone()
         second, kept = first, [1]
-        other = {"kept": kept}
+        other, last = {"kept": kept}, collections.deque([loss.detach()], maxlen=2)
         loss.backward()
         optimizer.step()
         first.add_(1)
         kept.append(2)
         import math as later
 
-        return first.item(), second.item(), other["kept"], later.pi
+        last.extend([1.0, 2.0])
+        return first.item(), second.item(), other["kept"], later.pi, list(last)
 
     return train
 
@@ -812,7 +814,7 @@ def test_state_preview_proof_and_evaluation_are_those_of_the_step(tmp_path: path
     assert int(again.state.step) == 4
 
 
-def test_what_is_returned_is_not_waited_for_and_on_the_device() -> None:
+def test_what_is_returned_is_on_the_device() -> None:
     def make(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
         def train(x: torch.Tensor, y: torch.Tensor) -> Any:
             optimizer.zero_grad()

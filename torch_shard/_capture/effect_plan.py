@@ -26,6 +26,7 @@ from torch_shard._capture.late_numbers import (
 )
 from torch_shard._capture.side_effects import ABSENT, Place
 from torch_shard._capture.watched import is_watched
+from torch_shard._common.containers import mapped
 
 
 class Reference:
@@ -49,22 +50,7 @@ def template_of(value: Any, leaf: Callable[[Any], Any], is_old: Callable[[object
         return leaf(value)
     if isinstance(value, (list, dict, collections.deque)) and is_old(value):
         return Reference(value)
-    if isinstance(value, (list, tuple, collections.deque)):
-        items = [template_of(item, leaf, is_old) for item in value]
-        if isinstance(value, collections.deque):
-            return collections.deque(items, value.maxlen)
-        return as_tuple(type(value), items) if isinstance(value, tuple) else type(value)(items)
-    if isinstance(value, dict):
-        filled = copy.copy(value)
-        for key, item in value.items():
-            filled[key] = template_of(item, leaf, is_old)
-        return filled
-    return value
-
-
-def as_tuple(cls: type[tuple[Any, ...]], items: list[Any]) -> tuple[Any, ...]:
-    """A tuple of a class, which may be a named one."""
-    return cls(*items) if hasattr(cls, "_fields") else cls(items)
+    return mapped(value, lambda _, item: template_of(item, leaf, is_old))
 
 
 def fill(template: Any, value_of: Callable[[Any], Any]) -> Any:
@@ -73,17 +59,7 @@ def fill(template: Any, value_of: Callable[[Any], Any]) -> Any:
         return value_of(template)
     if isinstance(template, Reference):
         return template.container
-    if isinstance(template, (list, tuple, collections.deque)):
-        items = [fill(item, value_of) for item in template]
-        if isinstance(template, collections.deque):
-            return collections.deque(items, template.maxlen)
-        return as_tuple(type(template), items) if isinstance(template, tuple) else type(template)(items)
-    if isinstance(template, dict):
-        filled = copy.copy(template)
-        for key, item in template.items():
-            filled[key] = fill(item, value_of)
-        return filled
-    return template
+    return mapped(template, lambda _, item: fill(item, value_of))
 
 
 def expressions_in(template: Any) -> list[Any]:
@@ -417,18 +393,10 @@ class _Join:
             return self._computed(first, second)
         if type(first) is not type(second):
             raise OtherwiseError
-        if isinstance(second, dict):
-            if first.keys() != second.keys():
+        if isinstance(second, (dict, list, tuple, collections.deque)):
+            if len(first) != len(second) or (isinstance(second, dict) and first.keys() != second.keys()):
                 raise OtherwiseError
-            joined = copy.copy(second)
-            for key, item in second.items():
-                joined[key] = self.joined(first[key], item)
-            return joined
-        if isinstance(second, (list, tuple, collections.deque)):
-            if len(first) != len(second):
-                raise OtherwiseError
-            items = [self.joined(a, b) for a, b in zip(first, second, strict=True)]
-            return as_tuple(type(second), items) if isinstance(second, tuple) else type(second)(items)
+            return mapped(second, lambda key, item: self.joined(first[key], item))
         if _template_key(first) != _template_key(second):
             raise OtherwiseError
         return second

@@ -20,7 +20,6 @@ from torch_shard._capture.effect_plan import (
     OtherwiseError,
     Unread,
     Write,
-    as_tuple,
     expressions_in,
     is_at,
     is_plain_number,
@@ -32,6 +31,7 @@ from torch_shard._capture.function_mode import outermost_mode
 from torch_shard._capture.late_numbers import Item, LateNumber, Old, is_expression, leaves_of, plain
 from torch_shard._capture.side_effects import ABSENT, Place
 from torch_shard._capture.watched import is_watched, watched
+from torch_shard._common.containers import as_tuple
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,13 +1,6 @@
-"""Which values of a function were there before it ran, and containers with other items."""
+"""Which values of a function were there before it ran."""
 
-# What is in the user's containers may be anything.
-# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false, reportUnknownMemberType=false
-
-import collections
 import gc
-import itertools
-from collections.abc import Callable
-from typing import Any
 
 
 class ThereBefore:
@@ -29,18 +22,3 @@ class ThereBefore:
     def hold(self, value: object) -> bool:
         """Tell whether something that was there holds a value now."""
         return any(id(holder) in self._ids for holder in gc.get_referrers(value))
-
-
-def mapped(value: Any, function: Callable[[Any, Any], Any]) -> Any:
-    """A container with what a function makes of its keys and items; anything else as it is."""
-    if isinstance(value, tuple):
-        items = itertools.starmap(function, enumerate(value))
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if type(value) in (list, collections.deque):
-        return type(value)(itertools.starmap(function, enumerate(value)))
-    if isinstance(value, dict):
-        filled = value.copy()
-        for key, item in value.items():
-            filled[key] = function(key, item)
-        return filled
-    return value

@@ -29,6 +29,7 @@ from torch import nn
 
 from torch_shard._capture import LateNumber, is_capturing
 from torch_shard._common.caller import error_prefix, public
+from torch_shard._common.containers import mapped
 from torch_shard._common.types import PyTree
 from torch_shard._cost import Preview
 from torch_shard._device import JaxTensor, Storage
@@ -36,7 +37,7 @@ from torch_shard._loss import flatten_batch
 from torch_shard._sharding import PlanFn, ShardingPlan, entry_places
 from torch_shard._state import TrainState, live_model
 from torch_shard._train.comparison import Comparison
-from torch_shard._train.local_variables import ThereBefore, mapped
+from torch_shard._train.local_variables import ThereBefore
 from torch_shard._train.make import make_train_step
 from torch_shard._train.placing import ShardedBatch
 from torch_shard._train.split_function import CannotSplitError, Halves, place_in, split_at
@@ -65,7 +66,7 @@ class _Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """A parameter or buffer of the model."""
+    """A parameter of the model."""
 
     name: str
 
