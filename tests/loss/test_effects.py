@@ -526,6 +526,18 @@ def part_of_a_text(model: nn.Module) -> Any:
 
 
 @refused("nobody is seen to keep it")
+def text_written_at_once(model: nn.Module) -> Any:
+    file = io.StringIO()
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = square(model, x)
+        file.write(f"{loss.item():.3f}")
+        return loss
+
+    return loss_fn, file.getvalue
+
+
+@refused("nobody is seen to keep it")
 def text_in_a_file(model: nn.Module) -> Any:
     file = io.StringIO()
 

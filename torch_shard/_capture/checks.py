@@ -29,7 +29,7 @@ _LOGS = (*_TELLS, "log")
 _TRACKERS = ("wandb", "run")
 _KEEPS_TEXTS = (
     *("append", "appendleft", "extend", "insert", "setdefault", "update"),
-    *("add_text", "set_postfix", "set_postfix_str", "set_description", "write"),
+    *("add_text", "set_postfix", "set_postfix_str", "set_description"),
 )
 _PLAIN = (ast.Compare, ast.cmpop, ast.Attribute, ast.Name, ast.Constant, ast.expr_context)
 _KEEPS = (ast.NamedExpr, *_LEAVES)
@@ -275,6 +275,8 @@ def _tells_or_keeps(function: ast.expr) -> bool:
             owner_name = _name_of(owner).strip("_").lower()
             if name in _LOGS:
                 return owner_name in _LOGGERS or owner_name.endswith(("log", "logger")) or owner_name in _TRACKERS
+            if name == "write":  # of a bar, and not of a file, in which the text would be at once
+                return owner_name == "tqdm" or owner_name.endswith("bar")
             return name in _KEEPS_TEXTS
         case _:
             return False
