@@ -3,6 +3,7 @@
 # pyright: reportUnusedImport=false
 
 from torch_shard._sharding.activations import RETURN, Constraint, find_moving_axes, make_matcher
+from torch_shard._sharding.context import Context, ContextMode
 from torch_shard._sharding.entries import (
     OF_EVERY_MODULE,
     Holdings,
@@ -51,7 +52,7 @@ from torch_shard._sharding.mesh import (
     slices_of,
     within_topology,
 )
-from torch_shard._sharding.pipeline import Context, ContextMode, Pipeline, Schedule, Stages
+from torch_shard._sharding.pipeline import Pipeline, Schedule, Stages
 from torch_shard._sharding.plan import PlanFn, ShardingPlan, check_plan, in_form_of, plan_for
 from torch_shard._sharding.resolved import ResolvedEntry, ResolvedPlan
 from torch_shard._sharding.stack_rows import row_sharding, stack_sharding, take_row

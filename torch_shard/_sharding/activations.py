@@ -65,8 +65,10 @@ class Constraint:
         Where a spec speaks of (batch, sequence, features), one of two dims has its sequence within its rows, or has
         none: its rows are split as the batch is, its features as they are.
         """
-        is_merged = ndim == 2 and len(self.spec) == 3
-        return replace(self, spec=PartitionSpec(self.spec[0], self.spec[2])) if is_merged else self
+        if ndim != 2 or len(self.spec) != 3:
+            return self
+        batch, _, features = self.spec
+        return replace(self, spec=PartitionSpec(batch, features))
 
     def gathered(self, ndim: int) -> tuple[str, ...]:
         """The axes over which the gradient of a tensor is gathered before the module's own backward pass reads it.
@@ -80,13 +82,14 @@ class Constraint:
 
     def find_faults(self, shape: tuple[int, ...], mesh: Mesh) -> list[str]:
         """Say what keeps a tensor of this shape from being split so, and what to do; empty if nothing does."""
-        found = find_spec_faults(without_free(self.spec), shape, mesh)
-        return [f"{self.place} {shape}: {fault} (rule {self.rule!r}). {remedy}" for fault, remedy in found]
+        faults = find_spec_faults(without_free(self.spec), shape, mesh)
+        return [f"{self.place} {shape}: {fault} (rule {self.rule!r}). {remedy}" for fault, remedy in faults]
 
 
 def without_free(spec: PartitionSpec) -> PartitionSpec:
     """The same spec with None for each dim that is left to the compiler."""
-    return PartitionSpec(*(None if part is PartitionSpec.UNCONSTRAINED else part for part in spec))
+    free = PartitionSpec.UNCONSTRAINED
+    return PartitionSpec(*(None if part is free else part for part in spec))
 
 
 def read_place(key: str) -> Place:
@@ -119,28 +122,43 @@ def resolve_activations(
     At each place those of the highest rank count. Of them an exact name beats a glob; two globs that give one place
     different specs are a fault.
     """
-    names = dict(model.named_modules(remove_duplicate=False))
-    first = {id(module): name for name, module in reversed(list(names.items()))}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    # A module that stands under several names goes by the first.
+    first_names: dict[int, str] = {}
+    for name, module in modules.items():
+        first_names.setdefault(id(module), name)
+
     faults: list[str] = []
-    found: dict[Place, list[Constraint]] = {}
+    candidates: dict[Place, list[Constraint]] = {}
     for key, spec in rules.items():
-        place = read_place(key)
-        of_axes = find_spec_faults(without_free(spec), (0,) * len(spec), mesh)  # those that depend on no shape
-        faults += [f'activations rule "{key}": {fault}. {remedy}' for fault, remedy in of_axes]
-        matches = make_matcher(place.module)
-        matched = [name for name in names if matches(name) and (name or not place.module)]  # a glob is of submodules
+        rule_place = read_place(key)
+        # With a shape of zeros, these are the faults that depend on no shape: axes that the mesh lacks or has twice.
+        spec_faults = find_spec_faults(without_free(spec), (0,) * len(spec), mesh)
+        faults += [f'activations rule "{key}": {fault}. {remedy}' for fault, remedy in spec_faults]
+
+        # The name of the whole model is empty. A glob is of submodules, only an empty rule is of the whole.
+        matches = make_matcher(rule_place.module)
+        matched = [name for name in modules if matches(name) and (name or not rule_place.module)]
         if not matched:
-            closest = difflib.get_close_matches(place.module, names, n=1, cutoff=0)
-            hint = "".join(f' The closest name is "{name}".' for name in closest)
+            closest = difflib.get_close_matches(rule_place.module, modules, n=1, cutoff=0)
+            hint = f' The closest name is "{closest[0]}".' if closest else ""
             faults.append(f'activations rule "{key}" matches no module.{hint}')
+
         for name in matched:
-            own = Place(first[id(names[name])], place.argument, place.parts)
-            found.setdefault(own, []).append(Constraint(own, spec, key))
-    for place in found:
-        faults += _argument_faults(model, found[place][0])
-    highest = {place: max(ranks[c.rule] for c in asked) for place, asked in found.items()}
-    chosen = [_choose([c for c in asked if ranks[c.rule] == highest[place]]) for place, asked in found.items()]
-    return [c for c in chosen if isinstance(c, Constraint)], [*faults, *(c for c in chosen if isinstance(c, str))]
+            place = replace(rule_place, module=first_names[id(modules[name])])
+            candidates.setdefault(place, []).append(Constraint(place, spec, key))
+
+    chosen: list[Constraint] = []
+    clashes: list[str] = []
+    for constraints in candidates.values():
+        faults += _argument_faults(model, constraints[0])
+        highest = max(ranks[constraint.rule] for constraint in constraints)
+        choice = _choose([constraint for constraint in constraints if ranks[constraint.rule] == highest])
+        if isinstance(choice, Constraint):
+            chosen.append(choice)
+        else:
+            clashes.append(choice)
+    return chosen, faults + clashes
 
 
 def find_moving_axes(constraints: Sequence[Constraint], mesh: Mesh, rows: Collection[str]) -> list[str]:
@@ -157,38 +175,39 @@ def find_moving_axes(constraints: Sequence[Constraint], mesh: Mesh, rows: Collec
                     dims.setdefault(axis, {}).setdefault(dim, constraint)
     if not has_three_axes(mesh) or len(dims) < 2:
         return []
-    return [
-        f'axis "{axis}" is in dim '
-        + " and ".join(f"{d} of {c.place} {describe_spec(c.spec)}" for d, c in at.items())
-        + "."
-        for axis, at in dims.items()
-        if len(at) > 1
-    ]
+
+    lines: list[str] = []
+    for axis, constraint_of_dim in dims.items():
+        if len(constraint_of_dim) > 1:
+            places = [f"{dim} of {c.place} {describe_spec(c.spec)}" for dim, c in constraint_of_dim.items()]
+            lines.append(f'axis "{axis}" is in dim {" and ".join(places)}.')
+    return lines
 
 
 def _argument_faults(model: torch.nn.Module, constraint: Constraint) -> list[str]:
     place = constraint.place
     module = model.get_submodule(place.module)
-    known = inspect.signature(module.forward).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
-    if place.argument == RETURN or place.argument in known or takes_any:
+    parameters = inspect.signature(module.forward).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if place.argument == RETURN or place.argument in parameters or takes_any:
         return []
-    takes = ", ".join(known) or "nothing"
+
+    takes = ", ".join(parameters) or "nothing"
+    rule = f'activations rule "{constraint.rule}"'
     what = f"{place.module} ({type(module).__name__})"
-    return [
-        f'activations rule "{constraint.rule}": forward of {what} has no argument {place.argument}; it takes {takes}.'
-    ]
+    return [f"{rule}: forward of {what} has no argument {place.argument}; it takes {takes}."]
 
 
 def _choose(asked: list[Constraint]) -> Constraint | str:
     """The one that counts, or why none does."""
-    exact = [c for c in asked if "*" not in read_place(c.rule).module]
+    exact = [constraint for constraint in asked if "*" not in read_place(constraint.rule).module]
     first, *others = exact or asked
-    clash = next((c for c in others if c.spec != first.spec), None)
-    if clash is None:
-        return first
-    shown = " and ".join(f'"{c.rule}": {describe_spec(c.spec)}' for c in (first, clash))
-    return f'activations rules {shown} give {first.place} different specs. Add a rule for "{first.place}" itself.'
+    for other in others:
+        if other.spec != first.spec:
+            shown = " and ".join(f'"{c.rule}": {describe_spec(c.spec)}' for c in (first, other))
+            remedy = f'Add a rule for "{first.place}" itself.'
+            return f"activations rules {shown} give {first.place} different specs. {remedy}"
+    return first
 
 
 # Patterns of names: exact, globs over dotted segments, or regular expressions.
@@ -201,8 +220,8 @@ def make_matcher(key: str | re.Pattern[str]) -> Callable[[str], object]:
     if "*" not in key:
         return key.__eq__
     # Every segment takes its closing dot along, so that `**` may stand for no segment at all.
-    parts = (
-        r"(?:[^.]*\.)*" if part == "**" else re.escape(part).replace(r"\*", "[^.]*") + r"\." for part in key.split(".")
-    )
-    whole = re.compile("".join(parts))
-    return lambda name: whole.fullmatch(name + ".")
+    pattern = ""
+    for segment in key.split("."):
+        pattern += r"(?:[^.]*\.)*" if segment == "**" else re.escape(segment).replace(r"\*", "[^.]*") + r"\."
+    compiled = re.compile(pattern)
+    return lambda name: compiled.fullmatch(name + ".")

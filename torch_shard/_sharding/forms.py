@@ -62,11 +62,13 @@ class Pieces:
         Args:
             shape: Torch's.
         """
-        if fault := _find_dim_fault(self, shape):
+        fault = _find_dim_fault(self, shape)
+        if fault:
             return fault
         if self.num < 1:
             return f"{self}: an entry has at least one piece. Say how many the model cuts it into."
-        if (size := shape[self.dim]) % self.num:
+        size = shape[self.dim]
+        if size % self.num:
             return f"{self}: dim {self.dim} = {size} is not {self.num} pieces of one size. Give the number that it has."
         return None
 
@@ -95,7 +97,8 @@ class Pieces:
             spec: For torch's shape.
             ndim: Number of dims of that.
         """
-        parts, dim = _parts(spec, ndim), self.dim % ndim
+        parts = _parts(spec, ndim)
+        dim = self.dim % ndim
         return PartitionSpec(*parts[:dim], None, *parts[dim:])
 
     def store(self, array: A) -> A:
@@ -145,10 +148,12 @@ class Padded:
         Args:
             shape: Torch's.
         """
-        if fault := _find_dim_fault(self, shape):
+        fault = _find_dim_fault(self, shape)
+        if fault:
             return fault
-        if self.size < (found := shape[self.dim]):
-            return f"{self}: dim {self.dim} = {found} is larger. Give a size of at least {found}."
+        size = shape[self.dim]
+        if self.size < size:
+            return f"{self}: dim {self.dim} = {size} is larger. Give a size of at least {size}."
         return None
 
     def stored_shape(self, shape: Shape) -> Shape:
@@ -183,11 +188,16 @@ class Padded:
         Args:
             array: In torch's shape.
         """
-        shape = tuple(array.shape)
-        widths = [(0, new - old) for old, new in zip(shape, self.stored_shape(shape), strict=True)]
+        dim = self.dim % array.ndim
+        widths = [(0, 0)] * array.ndim
+        widths[dim] = (0, self.size - array.shape[dim])
+
         if isinstance(array, torch.Tensor):
-            return torch.nn.functional.pad(array, [width for pair in reversed(widths) for width in pair])
-        return cast(A, np.pad(array, widths) if isinstance(array, np.ndarray) else jnp.pad(array, widths))
+            # torch's widths begin at the last dim.
+            flat_widths = [width for pair in reversed(widths) for width in pair]
+            return torch.nn.functional.pad(array, flat_widths)
+        pad = np.pad if isinstance(array, np.ndarray) else jnp.pad
+        return cast(A, pad(array, widths))
 
     def restore(self, array: A, shape: Shape) -> A:
         """The array in torch's shape of a stored one: without the padding.
@@ -220,12 +230,17 @@ class KernelLast:
 
     def find_fault(self, shape: Shape) -> str | None:
         """Say what keeps this form from an entry, and what to do; None if it fits."""
-        return None if len(shape) == self.ndim > 2 else f"{self}: the entry has shape {shape}. Leave it out."
+        if len(shape) == self.ndim > 2:
+            return None
+        return f"{self}: the entry has shape {shape}. Leave it out."
 
     def _order(self, ndim: int) -> list[int]:
         """Which dim of torch's shape each dim of what is kept is; those before a row's own stay in front."""
-        first = ndim - self.ndim
-        return [*range(first), *range(first + 2, ndim), first + 1, first]
+        out_channels = ndim - self.ndim
+        in_channels = out_channels + 1
+        stacked_dims = range(out_channels)
+        space = range(in_channels + 1, ndim)
+        return [*stacked_dims, *space, in_channels, out_channels]
 
     def stored_shape(self, shape: Shape) -> Shape:
         """The shape that is kept."""
@@ -252,7 +267,9 @@ class KernelLast:
 
 
 def _permuted(array: A, order: list[int]) -> A:
-    return cast(A, array.permute(order) if isinstance(array, torch.Tensor) else array.transpose(order))
+    if isinstance(array, torch.Tensor):
+        return array.permute(order)
+    return cast(A, array.transpose(order))
 
 
 Form: TypeAlias = Pieces | Padded | KernelLast
@@ -260,14 +277,16 @@ Form: TypeAlias = Pieces | Padded | KernelLast
 
 def kernel_forms(model: torch.nn.Module | None, platform: str) -> dict[str, Form]:
     """The kernels of a model's convolutions, by name, in the form that devices of this platform compute with."""
-    found: dict[str, Form] = {}
+    forms: dict[str, Form] = {}
     if platform != "tpu" or model is None:
-        return found
+        return forms
+
     for path, module in model.named_modules():
+        # A weight that is computed (by weight_norm, say) is no parameter of the module.
         weight = module._parameters.get("weight")
         if isinstance(module, _ConvNd) and weight is not None:
-            found[f"{path}.weight" if path else "weight"] = KernelLast(weight.ndim)
-    return found
+            forms[f"{path}.weight" if path else "weight"] = KernelLast(weight.ndim)
+    return forms
 
 
 @dataclass(frozen=True)
@@ -282,7 +301,8 @@ class Kept:
         """The form by its dim from the end, so that it is that of a stack of such rows too."""
         if isinstance(self.form, KernelLast):
             return self.form
-        return replace(self.form, dim=self.form.dim % len(self.shape) - len(self.shape))
+        ndim = len(self.shape)
+        return replace(self.form, dim=self.form.dim % ndim - ndim)
 
     @property
     def is_rearranged(self) -> bool:
@@ -292,7 +312,9 @@ class Kept:
     @property
     def cut(self) -> tuple[int, int] | None:
         """Number of pieces, and the fused dim from the end; None if it is in one."""
-        return (self._form.num, self._form.dim) if isinstance(self._form, Pieces) else None
+        if not isinstance(self._form, Pieces):
+            return None
+        return self._form.num, self._form.dim
 
     @property
     def stored_shape(self) -> Shape:
@@ -301,27 +323,34 @@ class Kept:
 
     def stored_sharding(self, sharding: NamedSharding, *, is_stack: bool = False) -> NamedSharding:
         """The sharding that is kept, for that of torch's shape; of rows that are stacked, too."""
-        return sharding.update(spec=self._form.stored_spec(sharding.spec, ndim=len(self.shape) + is_stack))
+        ndim = len(self.shape) + is_stack
+        return sharding.update(spec=self._form.stored_spec(sharding.spec, ndim=ndim))
 
     def restored_sharding(self, sharding: NamedSharding, *, is_stack: bool = False) -> NamedSharding:
         """The inverse, as far as torch's shape divides."""
         ndim = len(self.stored_shape) + is_stack
         if isinstance(self._form, KernelLast):
             return sharding.update(spec=self._form.restored_spec(sharding.spec, ndim=ndim))
-        parts, dim = _parts(sharding.spec, ndim), self._form.dim
+
+        parts = _parts(sharding.spec, ndim)
+        dim = self._form.dim
         if isinstance(self._form, Pieces):
+            # The dim of the pieces, which stands before that of one piece.
             del parts[len(parts) + dim - 1]
-        elif self.shape[dim] % math.prod(sharding.mesh.shape[axis] for axis in axes_of((cast(Any, parts[dim]),))):
-            parts[dim] = None
+        else:
+            axes = axes_of((cast(Any, parts[dim]),))
+            num_shards = math.prod(sharding.mesh.shape[axis] for axis in axes)
+            if self.shape[dim] % num_shards:
+                parts[dim] = None
         return sharding.update(spec=PartitionSpec(*parts))
 
     def is_whole(self, leaf: object, *, is_stack: bool) -> bool:
         """Tell whether a leaf has torch's shape, or is a stack of such rows."""
-        return hasattr(leaf, "shape") and tuple(cast(Any, leaf).shape)[int(is_stack) :] == self.shape
+        return _row_shape(leaf, is_stack=is_stack) == self.shape
 
     def is_stored(self, leaf: object, *, is_stack: bool) -> bool:
         """Tell whether a leaf has the shape that is kept, or is a stack of such rows."""
-        return hasattr(leaf, "shape") and tuple(cast(Any, leaf).shape)[int(is_stack) :] == self.stored_shape
+        return _row_shape(leaf, is_stack=is_stack) == self.stored_shape
 
     def store(self, leaf: PyTree, *, is_stack: bool = False) -> PyTree:
         """A tensor, array or struct in torch's shape, or a stack of such rows, as it is kept."""
@@ -334,19 +363,31 @@ class Kept:
         """The inverse; each shard of an array stays where the spec of torch's shape has it, as far as that divides."""
         if isinstance(leaf, NamedSharding):
             return self.restored_sharding(leaf, is_stack=is_stack)
-        if not self.is_stored(leaf, is_stack=is_stack):  # what else there is for each entry, such as a number
+        # An optimizer has other things for each entry, such as a number of steps.
+        if not self.is_stored(leaf, is_stack=is_stack):
             return leaf
+
         shape = (*leaf.shape[:is_stack], *self.shape)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return moved_struct(leaf, shape, lambda sharding: self.restored_sharding(sharding, is_stack=is_stack))
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and isinstance(leaf.sharding, NamedSharding):
+        is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+        if is_concrete and isinstance(leaf.sharding, NamedSharding):
+            # Compiled, so that no device ever has the whole array.
             sharding = self.restored_sharding(leaf.sharding, is_stack=is_stack)
             return _restorer(self._form, shape, sharding)(leaf)
         return self._form.restore(cast(Any, leaf), shape)
 
     def in_program(self, leaf: PyTree, *, is_stack: bool = False) -> PyTree:
         """What is kept, as a program takes it: in pieces, or in torch's shape."""
-        return self.restore(leaf, is_stack=is_stack) if self.cut is None else leaf
+        is_in_pieces = self.cut is not None
+        return leaf if is_in_pieces else self.restore(leaf, is_stack=is_stack)
+
+
+def _row_shape(leaf: object, *, is_stack: bool) -> Shape | None:
+    """The shape of a leaf, or of one row of a stack; None for what has no shape."""
+    if not hasattr(leaf, "shape"):
+        return None
+    return tuple(cast(Any, leaf).shape)[int(is_stack) :]
 
 
 @functools.cache
@@ -359,7 +400,8 @@ def _restorer(form: Form, shape: Shape, sharding: NamedSharding) -> Callable[[ja
 
 def _check_integers(form: Form) -> None:
     for field in fields(form):
-        if not is_integer(value := getattr(form, field.name)):
+        value = getattr(form, field.name)
+        if not is_integer(value):
             raise TypeError(f"{type(form).__name__}: {field.name} must be a whole number, got {value!r}.")
 
 

@@ -78,10 +78,14 @@ class HostTransfers:
     """
 
     def __init__(self, after: jax.Array, replaced: PyTree, skipped: jax.Array | None) -> None:
-        self._token, self._skipped = after.astype(jnp.float32), skipped
-        leaves: list[jax.Array] = jax.tree.leaves(replaced)
-        self.replaced = {number: leaf for number, leaf in enumerate(leaves) if is_on_host(leaf)}
+        self._token = after.astype(jnp.float32)
+        self._skipped = skipped
+        self.replaced: dict[int, jax.Array] = {}
         """By number among the leaves."""
+        leaves: list[jax.Array] = jax.tree.leaves(replaced)
+        for number, leaf in enumerate(leaves):
+            if is_on_host(leaf):
+                self.replaced[number] = leaf
 
     def bring(self, tree: PyTree) -> PyTree:
         """The arrays of a group in the device's memory."""
@@ -89,20 +93,25 @@ class HostTransfers:
 
     def send(self, new: PyTree, old: PyTree) -> PyTree:
         """The new arrays of a group in the host's memory, for which the next one waits; `old` as it was brought in."""
-        return self._in_turn(to_host, self._kept(new, old))
+        return self._in_turn(to_host, self._unless_skipped(new, old))
 
     def by_row(self, updates: Mapping[Group, RowUpdate]) -> dict[Group, PyTree]:
         """What is held after updates of stacks, a row of all at a time: while one travels, others are computed."""
-        found: dict[Group, PyTree] = {}
-        for count in sorted({update.num_rows for update in updates.values()}):
-            found |= self._loop(count, {key: update for key, update in updates.items() if update.num_rows == count})
-        return found
+        by_count: dict[int, dict[Group, RowUpdate]] = {}
+        for group, update in updates.items():
+            by_count.setdefault(update.num_rows, {})[group] = update
+
+        new: dict[Group, PyTree] = {}
+        for count in sorted(by_count):
+            new |= self._loop(count, by_count[count])
+        return new
 
     def _loop(self, count: int, updates: Mapping[Group, RowUpdate]) -> dict[Group, PyTree]:
-        def one(number: jax.Array, held: dict[Group, PyTree]) -> dict[Group, PyTree]:
-            return {key: self._with_row(number, update, held[key]) for key, update in updates.items()}
+        def update_row(number: jax.Array, stacks: dict[Group, PyTree]) -> dict[Group, PyTree]:
+            return {group: self._with_row(number, update, stacks[group]) for group, update in updates.items()}
 
-        return jax.lax.fori_loop(0, count, one, {key: update.held for key, update in updates.items()})
+        initial = {group: update.held for group, update in updates.items()}
+        return jax.lax.fori_loop(0, count, update_row, initial)
 
     def _with_row(self, number: jax.Array, update: RowUpdate, held: PyTree) -> PyTree:
         """What is held, with one row of its stacks updated in its place."""
@@ -111,13 +120,15 @@ class HostTransfers:
             return to_device(jax.lax.dynamic_index_in_dim(stack, number, keepdims=False))
 
         def placed(stack: jax.Array, new: jax.Array) -> PyTree:
-            new = to_host(new) if is_on_host(stack) else new
+            if is_on_host(stack):
+                new = to_host(new)
             return jax.lax.dynamic_update_index_in_dim(stack, new, number, 0)
 
         old = jax.tree.map(row, held)
-        # barriers, or what XLA fuses with the slices is rounded otherwise than the update of a whole stack
+        # Barriers, or what XLA fuses with the slices is rounded otherwise than the update of a whole stack.
         rows = jax.lax.optimization_barrier((jax.tree.map(row, update.given), old))
-        return jax.tree.map(placed, held, self._kept(jax.lax.optimization_barrier(update.update(*rows)), old))
+        new = jax.lax.optimization_barrier(update.update(*rows))
+        return jax.tree.map(placed, held, self._unless_skipped(new, old))
 
     def _in_turn(self, move: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
         """Move arrays when the move before is done."""
@@ -125,10 +136,17 @@ class HostTransfers:
         def branch(tree: PyTree, token: jax.Array) -> tuple[PyTree, jax.Array]:
             return move(tree), token + 1
 
+        def other_branch(tree: PyTree, token: jax.Array) -> tuple[PyTree, jax.Array]:
+            return branch(tree, token)
+
+        # Of the bits, so that the compiler cannot know the answer, whatever the number is (also NaN).
         is_any = jax.lax.bitcast_convert_type(self._token, jnp.int32) != jnp.int32(0)
-        tree, self._token = jax.lax.cond(is_any, branch, lambda *given: branch(*given), tree, self._token)
+        # JAX drops the conditional if both branches are one function.
+        tree, self._token = jax.lax.cond(is_any, branch, other_branch, tree, self._token)
         return tree
 
-    def _kept(self, new: PyTree, old: PyTree) -> PyTree:
+    def _unless_skipped(self, new: PyTree, old: PyTree) -> PyTree:
         skipped = self._skipped
-        return new if skipped is None else jax.tree.map(lambda a, b: jnp.where(skipped, a, b), old, new)
+        if skipped is None:
+            return new
+        return jax.tree.map(lambda before, after: jnp.where(skipped, before, after), old, new)

@@ -21,11 +21,13 @@ def constrain_stacks(stacks: Stacks, shardings: Iterable[NamedSharding], rows: C
     too. (Elsewhere not: TPU's compiler would sum all gradients whole, and not scatter them.)
     """
 
-    def settled(group: tuple[str, ...], array: jax.Array, sharding: NamedSharding) -> jax.Array:
-        is_vector = has_three_axes(sharding.mesh) and sum(n > 1 for n in array.shape[len(group) > 1 :]) == 1
+    def constrained(group: tuple[str, ...], array: jax.Array, sharding: NamedSharding) -> jax.Array:
+        entry_shape = array.shape[1:] if len(group) > 1 else array.shape
+        num_dims = sum(size > 1 for size in entry_shape)
+        is_vector = has_three_axes(sharding.mesh) and num_dims == 1
         return constrain_in_steps(array, sharding, rows, is_vector=is_vector)
 
-    return Stacks(stacks.layout, map(settled, stacks.layout.groups, stacks.arrays, shardings))
+    return Stacks(stacks.layout, map(constrained, stacks.layout.groups, stacks.arrays, shardings))
 
 
 def constrain_in_steps(
@@ -39,19 +41,30 @@ def constrain_in_steps(
         rows: The axes of the batch.
         is_vector: Dims that are split over axes of the batch alone are whole at first.
     """
-    free = PartitionSpec.UNCONSTRAINED
     mesh = sharding.mesh
-    parts = (part if part is free else _first(axes_of((part,)), mesh, rows, is_vector) for part in sharding.spec)
-    if (first := PartitionSpec(*parts)) != sharding.spec:
-        array = jax.lax.with_sharding_constraint(array, NamedSharding(sharding.mesh, first))
+    first_parts: list[object] = []
+    for part in sharding.spec:
+        if part is PartitionSpec.UNCONSTRAINED:
+            first_parts.append(part)
+        else:
+            first_parts.append(_first(axes_of((part,)), mesh, rows, is_vector))
+
+    first_spec = PartitionSpec(*first_parts)
+    if first_spec != sharding.spec:
+        array = jax.lax.with_sharding_constraint(array, NamedSharding(mesh, first_spec))
     return jax.lax.with_sharding_constraint(array, sharding)
 
 
 def _first(axes: list[str], mesh: Mesh | AbstractMesh, rows: Collection[str], is_vector: bool) -> str | None:
     """The axis over which a dim is split at first."""
+    # An axis of size 1 splits nothing, and comes first only where there is no other.
     axes = [axis for axis in axes if mesh.shape[axis] > 1] or axes
-    features = [axis for axis in axes if axis not in rows]
-    return next(iter(features or ([] if is_vector else axes)), None)
+    for axis in axes:
+        if axis not in rows:
+            return axis
+    if is_vector or not axes:
+        return None
+    return axes[0]
 
 
 def spec_in_use(sharding: NamedSharding, rows: Collection[str]) -> PartitionSpec | None:
@@ -61,8 +74,16 @@ def spec_in_use(sharding: NamedSharding, rows: Collection[str]) -> PartitionSpec
     over, and XLA's partitioner errs there: it is gathered over all of these but one of features. Where rows lie over
     several axes, one that an entry has too would move from the rows to other dims: it is gathered over all of them.
     """
-    mesh, parts = sharding.mesh, [axes_of((part,)) for part in sharding.spec]
-    apart = set(rows) if sum(mesh.shape[axis] > 1 for axis in rows) > 1 else set[str]()
-    if not has_three_axes(mesh) or not any(len(part) > 1 or apart.intersection(part) for part in parts):
+    mesh = sharding.mesh
+    if not has_three_axes(mesh):
         return None
-    return PartitionSpec(*(_first(part, mesh, rows, is_vector=True) for part in parts))
+
+    num_axes_of_rows = sum(mesh.shape[axis] > 1 for axis in rows)
+    has_fault = False
+    parts: list[str | None] = []
+    for part in sharding.spec:
+        axes = axes_of((part,))
+        shares_axis_of_rows = num_axes_of_rows > 1 and any(axis in rows for axis in axes)
+        has_fault |= len(axes) > 1 or shares_axis_of_rows
+        parts.append(_first(axes, mesh, rows, is_vector=True))
+    return PartitionSpec(*parts) if has_fault else None

@@ -94,7 +94,8 @@ def make_mesh(
         )
     try:
         return _laid_out(sizes, tuple(axis_sizes), available[:required])
-    except AssertionError as error:  # JAX's, of devices that are no box of the machine
+    except AssertionError as error:
+        # JAX's own, of devices that are no box of the machine.
         raise ValueError(
             f"make_mesh: {_join(axis_sizes)} takes {required} of {len(available)} devices, which JAX cannot lay out on "
             f"such a machine. Choose sizes whose product is {len(available)}, or give devices= yourself."
@@ -134,41 +135,50 @@ def slices_of(mesh: Mesh) -> list[int]:
 
 
 def _slice_of(device: Any) -> int:
-    return int(getattr(device, "slice_index", 0) or 0) if device.platform == "tpu" else 0  # of GPUs, it is a host
+    # JAX gives GPUs a slice index too, which is the number of their host.
+    if device.platform != "tpu":
+        return 0
+    return int(getattr(device, "slice_index", 0) or 0)
 
 
 def _laid_out(sizes: tuple[int, ...], names: tuple[str, ...], devices: list[Device]) -> Mesh:
     """A mesh of these sizes, neighbours of the machine along its axes as far as JAX can have that."""
     given: Any = devices
     auto = (AxisType.Auto,) * len(sizes)
-    in_slice = collections.Counter(map(_slice_of, devices))
-    if (num := len(in_slice)) > 1:
-        if sizes[0] % num or len(set(in_slice.values())) > 1:
+    devices_by_slice = collections.Counter(map(_slice_of, devices))
+    num = len(devices_by_slice)
+    if num > 1:
+        if sizes[0] % num or len(set(devices_by_slice.values())) > 1:
             raise ValueError(
                 f"make_mesh: {_join(dict(zip(names, sizes, strict=True)))} takes devices of {num} slices, over which "
                 f"the first axis goes: {names[0]} must be a multiple of {num}, and each slice give as many devices "
-                f"(found {', '.join(map(str, in_slice.values()))}). Put an axis of that size first, as in "
+                f"(found {', '.join(map(str, devices_by_slice.values()))}). Put an axis of that size first, as in "
                 f"make_mesh(replica={num}, ...)."
             )
-        within, between = (sizes[0] // num, *sizes[1:]), (num, *(1 for _ in sizes[1:]))
+        within = (sizes[0] // num, *sizes[1:])
+        between = (num, *[1] * (len(sizes) - 1))
         grid = mesh_utils.create_hybrid_device_mesh(within, between, given, allow_split_physical_axes=True)
         return Mesh(grid, names, axis_types=auto)
     try:
         return jax.make_mesh(sizes, names, axis_types=auto, devices=given)
-    except NotImplementedError:  # an axis would run along a part of an axis of the machine
+    except NotImplementedError:
+        # An axis would run along a part of an axis of the machine, which `jax.make_mesh` does not allow.
         grid = mesh_utils.create_device_mesh(sizes, given, allow_split_physical_axes=True)
         return Mesh(grid, names, axis_types=auto)
 
 
 def as_devices(devices: object) -> list[Device]:
     """The devices that a user gave: at least one, each once."""
-    found: list[Any] = list(cast(Sequence[Any], devices)) if isinstance(devices, Sequence | np.ndarray) else [devices]
-    if not found or len(set(map(id, found))) < len(found) or not all(isinstance(d, jax.Device) for d in found):
+    is_sequence = isinstance(devices, Sequence | np.ndarray)
+    listed: list[Any] = list(cast(Sequence[Any], devices)) if is_sequence else [devices]
+    has_others = not all(isinstance(device, jax.Device) for device in listed)
+    has_twice = len(set(map(id, listed))) < len(listed)
+    if not listed or has_others or has_twice:
         raise ValueError(
             f"{caller()}: devices must be a sequence of different JAX devices, as in jax.devices()[:4], "
             f"got {devices!r}."
         )
-    return found
+    return listed
 
 
 def check_mesh(mesh: object) -> Mesh:
@@ -186,7 +196,8 @@ def check_mesh(mesh: object) -> Mesh:
             f"{caller()}: mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. "
             "Build one with torch_shard.make_mesh(batch=4, model=2)."
         )
-    if foreign := _not_auto(mesh):
+    foreign = _not_auto(mesh)
+    if foreign:
         raise ValueError(_must_be_auto(mesh, "a step", foreign))
     if not is_compile_only(mesh.devices.flat[0]):
         check_started()
@@ -223,8 +234,11 @@ def _must_be_auto(mesh: Mesh | AbstractMesh, what: str, foreign: Sequence[str]) 
 
 def _not_auto(mesh: Mesh | AbstractMesh) -> list[str]:
     """The axes whose shardings XLA may not choose, and what they are."""
-    typed = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return [f"{axis!r} is {kind.name}" for axis, kind in typed if kind != AxisType.Auto]
+    lines: list[str] = []
+    for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
+        if kind != AxisType.Auto:
+            lines.append(f"{axis!r} is {kind.name}")
+    return lines
 
 
 def refuse_compile_only(mesh: Mesh | AbstractMesh) -> None:
@@ -240,7 +254,8 @@ def refuse_compile_only(mesh: Mesh | AbstractMesh) -> None:
 def check_current_mesh() -> None:
     """Refuse a mesh of `jax.set_mesh` that takes the choice of shardings from XLA."""
     mesh = jax.sharding.get_abstract_mesh()
-    if foreign := _not_auto(mesh):
+    foreign = _not_auto(mesh)
+    if foreign:
         raise ValueError(
             f"{caller()}: every axis of the mesh that is current here, by jax.set_mesh or jax.shard_map, must be Auto, "
             f"but {', '.join(foreign)}. The step has a mesh of its own: call it outside."
@@ -255,7 +270,8 @@ def find_spec_faults(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) ->
         shape: Global shape.
         mesh: The mesh that `spec` should name axes of.
     """
-    shown, axes = describe_spec(spec), axes_of(spec)
+    shown = describe_spec(spec)
+    axes = axes_of(spec)
     faults: list[tuple[str, str]] = []
     for axis in dict.fromkeys(axes):
         if axis not in mesh.shape:
@@ -266,7 +282,9 @@ def find_spec_faults(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) ->
         fault = f"{shown} is longer than the rank, {len(spec)} > {len(shape)}"
         faults.append((fault, f"Use {describe_spec(_shorten(spec, shape, mesh))}."))
     # Sizes along axes that are missing or doubled would only repeat what is said above.
-    return faults or [_indivisible(spec, shape, dim, mesh) for dim in _find_uneven(spec, shape, mesh)]
+    if faults:
+        return faults
+    return [_indivisible(spec, shape, dim, mesh) for dim in _find_uneven(spec, shape, mesh)]
 
 
 def describe_mesh(mesh: Mesh | AbstractMesh) -> str:
@@ -314,7 +332,13 @@ def _fill_in(axis_sizes: dict[str, int], num_devices: int) -> tuple[int, ...]:
 
 def axes_of(spec: Iterable[str | tuple[str, ...] | None]) -> list[str]:
     """List the axes that a spec, or some entries of one, name."""
-    return [axis for part in spec if part is not None for axis in (part if isinstance(part, tuple) else (part,))]
+    axes: list[str] = []
+    for part in spec:
+        if isinstance(part, tuple):
+            axes += part
+        elif part is not None:
+            axes.append(part)
+    return axes
 
 
 def has_three_axes(mesh: Mesh | AbstractMesh) -> bool:
@@ -330,24 +354,32 @@ def _suggest_axis(axis: object, mesh: Mesh) -> str:
 
 def _find_uneven(spec: Iterable[str | tuple[str, ...] | None], shape: tuple[int, ...], mesh: Mesh) -> list[int]:
     """List the dims that are not a multiple of the size of their axes; an unknown axis has size 1."""
-    num_shards = [math.prod(mesh.shape.get(axis, 1) for axis in axes_of((part,))) for part in spec]
-    return [dim for dim, (size, num) in enumerate(zip(shape, num_shards, strict=False)) if size % num]
+    dims: list[int] = []
+    # A spec may be shorter than the shape.
+    for dim, (size, part) in enumerate(zip(shape, spec, strict=False)):
+        num_shards = math.prod(mesh.shape.get(axis, 1) for axis in axes_of((part,)))
+        if size % num_shards:
+            dims.append(dim)
+    return dims
 
 
 def _indivisible(spec: PartitionSpec, shape: tuple[int, ...], dim: int, mesh: Mesh) -> tuple[str, str]:
     sizes = {axis: mesh.shape[axis] for axis in axes_of((spec[dim],))}
     num_shards = math.prod(sizes.values())
     product = " * ".join(f"{axis}={size}" for axis, size in sizes.items())
-    product += f" = {num_shards}" if len(sizes) > 1 else ""
+    if len(sizes) > 1:
+        product += f" = {num_shards}"
     fault = f"dim {dim} = {shape[dim]} is not a multiple of {product}"
-    rest = f"pad dim {dim} to {-(-shape[dim] // num_shards) * num_shards}, or replicate it with P()."
+
+    padded = math.ceil(shape[dim] / num_shards) * num_shards
     moved = _move(spec, shape, dim, mesh)
-    return fault, f"Use {describe_spec(moved)}, {rest}" if moved else rest[0].upper() + rest[1:]
+    first = f"Use {describe_spec(moved)}, pad" if moved else "Pad"
+    return fault, f"{first} dim {dim} to {padded}, or replicate it with P()."
 
 
 def _move(spec: PartitionSpec, shape: tuple[int, ...], dim: int, mesh: Mesh) -> PartitionSpec | None:
     """Move the axes of `dim` to the first whole dim where that makes the spec fit."""
-    parts = [*spec, *(None,) * (len(shape) - len(spec))]
+    parts = [*spec, *[None] * (len(shape) - len(spec))]
     for other in range(len(shape)):
         moved = [*parts]
         moved[dim], moved[other] = parts[other], parts[dim]
@@ -358,5 +390,6 @@ def _move(spec: PartitionSpec, shape: tuple[int, ...], dim: int, mesh: Mesh) -> 
 
 def _shorten(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     """Keep what splits a dim, as a bias keeps its weight's `model`, if that fits; else replicate."""
-    short = PartitionSpec(*[part for part in spec if part is not None][: len(shape)])
+    parts = [part for part in spec if part is not None]
+    short = PartitionSpec(*parts[: len(shape)])
     return PartitionSpec() if find_spec_faults(short, shape, mesh) else short

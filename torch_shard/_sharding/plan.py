@@ -24,10 +24,11 @@ from torch_shard._common.printed import InNotebooks
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call, check_kind, unwrapped
 from torch_shard._sharding.activations import Constraint, find_type_fault, make_matcher, resolve_activations
+from torch_shard._sharding.context import Context
 from torch_shard._sharding.entries import group_ties, named_tensors
 from torch_shard._sharding.forms import Form, Padded, Pieces, kernel_forms
 from torch_shard._sharding.mesh import axes_of, check_mesh, describe_mesh, describe_spec, find_spec_faults
-from torch_shard._sharding.pipeline import Context, Pipeline
+from torch_shard._sharding.pipeline import Pipeline
 from torch_shard._sharding.resolved import ResolvedEntry, ResolvedPlan, print_wide
 
 Rules: TypeAlias = Mapping[str, PartitionSpec] | Mapping[str | re.Pattern[str], PartitionSpec]
@@ -100,21 +101,27 @@ class ShardingPlan(InNotebooks):
         check_kind("context", self.context, Context | None)
         check_kind("pipeline", self.pipeline, Pipeline | None)
         check_kind("rows", self.rows, tuple | None)
-        rules = self._specs
-        faults = [_find_type_fault(_quote(key), key, spec) for key, spec in self.rules.items()]
-        faults += [] if self.default is None else [_find_type_fault("default", "", self.default)]
+
+        faults: list[str | None] = [_find_type_fault(_quote(key), key, spec) for key, spec in self.rules.items()]
+        if self.default is not None:
+            faults.append(_find_type_fault("default", "", self.default))
         faults += [find_type_fault(key, spec) for key, spec in self.activations.items()]
         faults += [_find_form_type_fault(key, form) for key, form in self._forms.items()]
-        if lines := [fault for fault in faults if fault]:
+        lines = [fault for fault in faults if fault]
+        if lines:
             raise TypeError(_list(f"{_count(lines, 'rule')} cannot be read", lines))
-        loose = [key for key in (*rules, *self.stored) if isinstance(key, str) and re.search(r"[^.]\*\*|\*\*[^.]", key)]
-        if loose:
-            lines = [f'rule "{key}": ** stands for whole segments. Use * within one.' for key in loose]
+
+        lines = list[str]()
+        for key in (*self._specs, *self.stored):
+            if isinstance(key, str) and re.search(r"[^.]\*\*|\*\*[^.]", key):
+                lines.append(f'rule "{key}": ** stands for whole segments. Use * within one.')
+        if lines:
             raise ValueError(_list(f"{_count(lines, 'rule')} cannot be read", lines))
 
     @property
     def _specs(self) -> Mapping[_Rule, PartitionSpec]:
-        return cast(Mapping[_Rule, PartitionSpec], self.rules)  # its keys may all be strings
+        # Mappings are invariant in their keys, which may all be strings.
+        return cast(Mapping[_Rule, PartitionSpec], self.rules)
 
     @property
     def _forms(self) -> Mapping[_Rule, Form]:
@@ -129,54 +136,77 @@ class ShardingPlan(InNotebooks):
         if not isinstance(cast(object, other), ShardingPlan | Mapping):
             return NotImplemented
         edits = other if isinstance(other, ShardingPlan) else ShardingPlan(other)
-        above = 1 + max(self.ranks.values(), default=0)
-        kinds = ("rules", "activations", "stored")
-        ruled = [(kind, key) for kind in kinds for key in getattr(edits, kind)]
-        ranks = {key: above + edits.ranks.get(key, 0) for key in ruled}
-        kept = {key: reason for key, reason in self.reasons.items() if key not in edits.rules}
+
+        # Every rule of the edits counts before every rule of this plan, in the order that the edits have among them.
+        ranks = dict(self.ranks)
+        first_rank = 1 + max(self.ranks.values(), default=0)
+        for kind in ("rules", "activations", "stored"):
+            for key in getattr(edits, kind):
+                ranks[kind, key] = first_rank + edits.ranks.get((kind, key), 0)
+
+        reasons = {key: reason for key, reason in self.reasons.items() if key not in edits.rules}
         return ShardingPlan(
             {**self._specs, **edits._specs},
             default=self.default if edits.default is None else edits.default,
             activations={**self.activations, **edits.activations},
-            reasons=kept | dict(edits.reasons),
+            reasons=reasons | dict(edits.reasons),
             stored={**self._forms, **edits._forms},
             context=edits.context or self.context,
             pipeline=edits.pipeline or self.pipeline,
             rows=edits.rows or self.rows,
-            ranks=dict(self.ranks) | ranks,
+            ranks=ranks,
         )
 
     def __hash__(self):
-        tables = (frozenset(table.items()) for table in (self.rules, self.activations, self._forms))
+        tables = [frozenset(table.items()) for table in (self.rules, self.activations, self._forms)]
         return hash((self.default, self.context, self.pipeline, self.rows, *tables))
 
-    def __reduce__(self):  # a mappingproxy can be neither copied nor pickled
-        return partial(ShardingPlan, **vars(self) | {what: dict(getattr(self, what)) for what in _TABLES}), ()
+    def __reduce__(self):
+        # A mappingproxy can be neither copied nor pickled.
+        tables = {what: dict(getattr(self, what)) for what in _TABLES}
+        return partial(ShardingPlan, **vars(self) | tables), ()
 
     def __repr__(self):
-        rules = ", ".join(f"{key!r}: {describe_spec(spec)}" for key, spec in self.rules.items())
-        default = "" if self.default is None else f", default={describe_spec(self.default)}"
-        asked = ", ".join(f"{key!r}: {describe_spec(spec)}" for key, spec in self.activations.items())
-        forms = ", ".join(f"{key!r}: {form}" for key, form in self._forms.items())
-        more = f", activations={{{asked}}}" * bool(asked) + f", stored={{{forms}}}" * bool(forms)
-        more += f", context={self.context}" * (self.context is not None)
-        more += f", pipeline={self.pipeline}" * (self.pipeline is not None)
-        more += f", rows={self.rows}" * (self.rows is not None)
-        return f"ShardingPlan({{{rules}}}{default}{more})"
+        def shown(rules: Mapping[Any, PartitionSpec]) -> str:
+            return "{" + ", ".join(f"{key!r}: {describe_spec(spec)}" for key, spec in rules.items()) + "}"
+
+        arguments = [shown(self.rules)]
+        if self.default is not None:
+            arguments.append(f"default={describe_spec(self.default)}")
+        if self.activations:
+            arguments.append(f"activations={shown(self.activations)}")
+        if self.stored:
+            forms = ", ".join(f"{key!r}: {form}" for key, form in self._forms.items())
+            arguments.append(f"stored={{{forms}}}")
+        for name in ("context", "pipeline", "rows"):
+            value = getattr(self, name)
+            if value is not None:
+                arguments.append(f"{name}={value}")
+        return f"ShardingPlan({', '.join(arguments)})"
 
     def __rich__(self) -> Table:
         table = Table(title="ShardingPlan")
         for heading in ("rule", "spec", "why"):
             table.add_column(heading, overflow="fold")
-        for key, spec in (*self._specs.items(), *([] if self.default is None else [(None, self.default)])):
-            reason = "" if key is None else self.reasons.get(key, "")
-            table.add_row(*map(Text, (_quote(key), describe_spec(spec), reason)))
+
+        def add_row(*cells: str) -> None:
+            # As `Text`: rich would read the brackets of a name as markup.
+            table.add_row(*map(Text, cells))
+
+        for key, spec in self._specs.items():
+            add_row(_quote(key), describe_spec(spec), self.reasons.get(key, ""))
+        if self.default is not None:
+            add_row(_quote(None), describe_spec(self.default), "")
         for key, spec in self.activations.items():
-            table.add_row(*map(Text, (_quote(key), describe_spec(spec), "an activation")))
+            add_row(_quote(key), describe_spec(spec), "an activation")
         for key, form in self._forms.items():
-            table.add_row(*map(Text, (_quote(key), str(form), "how it is stored")))
-        notes = [f"the sequence is split over {c.axis} (context_mode={c.mode!r})" for c in (self.context,) if c]
-        notes += [f"the layers are split over {p.axis} ({p})" for p in (self.pipeline,) if p]
+            add_row(_quote(key), str(form), "how it is stored")
+
+        notes: list[str] = []
+        if self.context:
+            notes.append(f"the sequence is split over {self.context.axis} (context_mode={self.context.mode!r})")
+        if self.pipeline:
+            notes.append(f"the layers are split over {self.pipeline.axis} ({self.pipeline})")
         table.caption = "; ".join(notes) or None
         return table
 
@@ -207,56 +237,85 @@ class ShardingPlan(InNotebooks):
         source = unwrapped(source) if isinstance(source, torch.nn.Module) else source
         model = source if isinstance(source, torch.nn.Module) else None
         values = _read(source)
-        hits, formed = _hits(self._specs, values), _hits(self._forms, values)
-        rearranged = kernel_forms(model, mesh.devices.flat[0].platform)
+        spec_hits = _hits(self._specs, values)
+        form_hits = _hits(self._forms, values)
+        kernels = kernel_forms(model, mesh.devices.flat[0].platform)
+
         entries: dict[str, ResolvedEntry] = {}
         faults: dict[str, list[str]] = {}
         for names in group_ties(values, by_identity=model is not None):
-            name, key, spec, clash = self._choose(names, hits)
-            shape = tuple(getattr(values[name], "shape", values[name]))
-            form, wrong_form = self._choose_form(names, formed)
-            form = form or (rearranged.get(name) if len(names) == 1 else None)
-            wrong_form = wrong_form or (form and form.find_fault(shape))
-            found = [fault for fault in (clash, wrong_form) if fault]
+            value = values[names[0]]
+            shape = tuple(getattr(value, "shape", value))
+            name, key, spec, clash = self._choose(names, spec_hits)
+            form, form_fault = self._choose_form(names, form_hits)
+            if form is None and len(names) == 1:
+                form = kernels.get(name)
+            if form is not None and not form_fault:
+                form_fault = form.find_fault(shape)
+
+            entry_faults = [fault for fault in (clash, form_fault) if fault]
             if not clash:
-                split = form.stored_shape(shape) if isinstance(form, Padded) and not wrong_form else shape
-                found += _find_faults(name, key, spec, shape=split, mesh=mesh)
-            if not found and form is not None:
-                kept = form.stored_spec(spec, ndim=len(shape))
-                lines = find_spec_faults(kept, form.stored_shape(shape), mesh)
-                found = [f"{form}: {fault}. {remedy}" for fault, remedy in lines]
-            if found:
-                faults[f"{name} {shape}"] = found
+                # What is padded is split as it is stored, and what is in pieces as torch has it.
+                split_shape = shape
+                if isinstance(form, Padded) and not form_fault:
+                    split_shape = form.stored_shape(shape)
+                entry_faults += _find_faults(name, key, spec, shape=split_shape, mesh=mesh)
+            if form is not None and not entry_faults:
+                stored_spec = form.stored_spec(spec, ndim=len(shape))
+                for fault, remedy in find_spec_faults(stored_spec, form.stored_shape(shape), mesh):
+                    entry_faults.append(f"{form}: {fault}. {remedy}")
+            if entry_faults:
+                faults[f"{name} {shape}"] = entry_faults
                 continue
+
             dtype = getattr(values[name], "dtype", None)
             reason = "" if key is None else self.reasons.get(key, "")
-            first = ResolvedEntry(shape, dtype, _quote(key), NamedSharding(mesh, spec), reason=reason, form=form)
-            entries |= {names[0]: first} | {alias: replace(first, tied_to=names[0]) for alias in names[1:]}
-        # without modules the activations are nowhere
-        constraints, wrong = ([], []) if model is None else self._constraints(model, mesh, entries)
+            entry = ResolvedEntry(shape, dtype, _quote(key), NamedSharding(mesh, spec), reason=reason, form=form)
+            entries[names[0]] = entry
+            for alias in names[1:]:
+                entries[alias] = replace(entry, tied_to=names[0])
+
+        # A mapping has no modules that could return an activation.
+        constraints: list[Constraint] = []
+        activation_faults: list[str] = []
+        if model is not None:
+            constraints, activation_faults = self._constraints(model, mesh, entries)
+
         for what, part in (("sequence", self.context), ("model", self.pipeline)):
-            if part and (lines := part.find_faults(mesh)):
+            lines = part.find_faults(mesh) if part else []
+            if lines:
                 raise ValueError(_list(f"the {what} cannot be split as asked", lines))
-        tables = (self._specs, hits), (self._forms, formed)
-        unused = [key for table, found in tables for key in table if key not in set().union(*found.values())]
-        if faults or unused or wrong:
+
+        unused = _unused(self._specs, spec_hits) + _unused(self._forms, form_hits)
+        if faults or unused or activation_faults:
             hints = _hint_at_names(unused, list(values))
-            raise ValueError(_report(faults, hints, wrong, mesh=mesh))
-        found = MappingProxyType({name: entries[name] for name in values})
-        return ResolvedPlan(mesh, found, tuple(constraints), self.context, self.pipeline)
+            raise ValueError(_report(faults, hints, activation_faults, mesh=mesh))
+
+        in_order = MappingProxyType({name: entries[name] for name in values})
+        return ResolvedPlan(mesh, in_order, tuple(constraints), self.context, self.pipeline)
 
     def _constraints(
         self, model: torch.nn.Module, mesh: Mesh, entries: Mapping[str, ResolvedEntry]
     ) -> tuple[list[Constraint], list[str]]:
         ranks = {key: self.ranks.get(("activations", key), 0) for key in self.activations}
-        found, faults = resolve_activations(self.activations, model, mesh, ranks)
-        matrices = {name: axes_of(entry.sharding.spec) for name, entry in entries.items() if len(entry.shape) == 2}
-        return [replace(c, of_matrix=tuple(matrices.get(c.place.matrix or "", ()))) for c in found], faults
+        resolved, faults = resolve_activations(self.activations, model, mesh, ranks)
+
+        constraints: list[Constraint] = []
+        for constraint in resolved:
+            matrix = entries.get(constraint.place.matrix or "")
+            if matrix is not None and len(matrix.shape) == 2:
+                constraint = replace(constraint, of_matrix=tuple(axes_of(matrix.sharding.spec)))
+            constraints.append(constraint)
+        return constraints, faults
 
     def _counting(self, kind: str, names: list[str], hits: dict[str, list[_Rule]]) -> list[_Rule]:
         """Those of the highest rank of the rules that match any of these names."""
-        ranks = {key: self.ranks.get((kind, key), 0) for name in names for key in hits[name]}
-        return [key for key, rank in ranks.items() if rank == max(ranks.values())]
+        ranks: dict[_Rule, int] = {}
+        for name in names:
+            for key in hits[name]:
+                ranks[key] = self.ranks.get((kind, key), 0)
+        highest = max(ranks.values(), default=0)
+        return [key for key, rank in ranks.items() if rank == highest]
 
     def _choose_form(self, names: list[str], formed: dict[str, list[_Rule]]) -> tuple[Form | None, str | None]:
         """How one tensor of these `names` is stored, by the rules that match each; or why it cannot be."""
@@ -276,17 +335,26 @@ class ShardingPlan(InNotebooks):
         counting = self._counting("rules", names, hits)
         for name in names:
             keys = [key for key in hits[name] if key in counting]
-            for key in [name] if name in keys else keys:
+            # An exact name beats patterns.
+            if name in keys:
+                keys = [name]
+            for key in keys:
                 owners.setdefault(_trim(self._specs[key]), (name, key))
+
         if not owners:
+            if self.default is not None:
+                return names[0], None, self.default, None
             clash = f'no rule matches it. Add one, such as "{names[0]}": P(), or give the plan default=P().'
-            return names[0], None, self.default or PartitionSpec(), clash if self.default is None else None
+            return names[0], None, PartitionSpec(), clash
+
         (name, key), *others = owners.values()
         if not others:
             return name, key, self._specs[key], None
-        asked = (f"rule {_quote(key)}: {describe_spec(self._specs[key])}" for _, key in owners.values())
-        clash = f"{' and '.join(asked)} give it different specs."
-        if tied := [other for other, _ in others if other != name]:
+
+        rules = [f"rule {_quote(key)}: {describe_spec(self._specs[key])}" for _, key in owners.values()]
+        clash = f"{' and '.join(rules)} give it different specs."
+        tied = [other for other, _ in others if other != name]
+        if tied:
             clash = f"it is tied to {tied[0]}, and {clash} Give both names one spec, or only one a rule."
         else:
             clash += f' Add a rule for "{name}" itself, or narrow the patterns.'
@@ -296,7 +364,16 @@ class ShardingPlan(InNotebooks):
 def _hits(rules: Mapping[_Rule, object], names: Iterable[str]) -> dict[str, list[_Rule]]:
     """The rules that match, by name."""
     matchers = {key: make_matcher(key) for key in rules}
-    return {name: [key for key, matches in matchers.items() if matches(name)] for name in names}
+    hits: dict[str, list[_Rule]] = {}
+    for name in names:
+        hits[name] = [key for key, matches in matchers.items() if matches(name)]
+    return hits
+
+
+def _unused(rules: Mapping[_Rule, object], hits: Mapping[str, list[_Rule]]) -> list[_Rule]:
+    """The rules that match no name."""
+    used = {key for keys in hits.values() for key in keys}
+    return [key for key in rules if key not in used]
 
 
 def _find_form_type_fault(key: object, form: object) -> str | None:
@@ -321,8 +398,13 @@ def _read(source: object) -> dict[str, PyTree]:
         values = dict(cast(Mapping[str, PyTree], source))
     else:
         raise TypeError(f"ShardingPlan.resolve: expected a module or a mapping, got {type(source).__name__}.")
-    faults = {name: _find_shape_fault(name, value) for name, value in values.items()}
-    if lines := [f"{name}: {fault}" for name, fault in faults.items() if fault]:
+
+    lines: list[str] = []
+    for name, value in values.items():
+        fault = _find_shape_fault(name, value)
+        if fault:
+            lines.append(f"{name}: {fault}")
+    if lines:
         raise TypeError(_list(f"{_count(lines, 'value')} cannot be read", lines))
     return values
 
@@ -340,17 +422,19 @@ def _find_shape_fault(name: object, value: PyTree) -> str | None:
 
 
 def _find_type_fault(label: str, key: object, spec: object) -> str | None:
-    kind = type(key).__name__
-    if not isinstance(cast(re.Pattern[str], key).pattern if isinstance(key, re.Pattern) else key, str):
+    # The pattern of a compiled regex may be of bytes.
+    pattern: object = cast(re.Pattern[str], key).pattern if isinstance(key, re.Pattern) else key
+    if not isinstance(pattern, str):
+        kind = type(cast(object, key)).__name__
         return f"rule {label}: a rule is a name, a glob or a compiled regex, got {kind}."
     if not isinstance(spec, PartitionSpec):
         return f"rule {label}: expected a PartitionSpec, got {spec!r}. To replicate, say P()."
     if spec.unreduced or spec.reduced:
         return f"rule {label}: {spec!r} asks for a reduction. Name axes only by the dims that they split."
-    if odd := [axis for axis in axes_of(spec) if not isinstance(cast(object, axis), str)]:
-        return (
-            f"rule {label}: {describe_spec(spec)} has {odd[0]!r}. Its parts are names of axes, tuples of them, or None."
-        )
+    for axis in axes_of(spec):
+        if not isinstance(cast(object, axis), str):
+            shown = describe_spec(spec)
+            return f"rule {label}: {shown} has {axis!r}. Its parts are names of axes, tuples of them, or None."
     return None
 
 
@@ -358,8 +442,8 @@ def _hint_at_names(keys: list[str | re.Pattern[str]], names: list[str]) -> list[
     hints = [f"rule {_quote(key)} matches no name." for key in keys]
     # Each looks at every name: for hundreds of wrong rules that would take half a minute.
     for number, key in enumerate(keys[:20]):
-        wanted = key if isinstance(key, str) else key.pattern
-        for closest in difflib.get_close_matches(wanted, names, n=1, cutoff=0):
+        pattern = key if isinstance(key, str) else key.pattern
+        for closest in difflib.get_close_matches(pattern, names, n=1, cutoff=0):
             hints[number] += f' The closest name is "{closest}".'
     return hints
 
@@ -368,20 +452,25 @@ def _find_faults(name: str, key: _Key, spec: PartitionSpec, *, shape: tuple[int,
     shown = describe_spec(spec)
     faults: list[str] = []
     for fault, remedy in find_spec_faults(spec, shape, mesh):
-        known = key == name and fault.startswith(shown)
-        rule = "" if known else f" (rule {_quote(key)}: {shown})"
+        # An exact rule whose spec the fault shows is not said again.
+        is_said = key == name and fault.startswith(shown)
+        rule = "" if is_said else f" (rule {_quote(key)}: {shown})"
         faults.append(f"{fault}{rule}. {remedy}")
     return faults
 
 
 def _trim(spec: PartitionSpec) -> PartitionSpec:
     """Drop the trailing Nones, which split nothing, so that equal splits compare equal."""
-    num_parts = max((dim + 1 for dim, part in enumerate(spec) if part is not None), default=0)
-    return PartitionSpec(*spec[:num_parts])
+    parts = list(spec)
+    while parts and parts[-1] is None:
+        parts.pop()
+    return PartitionSpec(*parts)
 
 
 def _quote(key: object) -> str:
-    return "default" if key is None else f'"{key}"' if isinstance(key, str) else repr(key)
+    if key is None:
+        return "default"
+    return f'"{key}"' if isinstance(key, str) else repr(key)
 
 
 def _report(faults: dict[str, list[str]], hints: list[str], activations: list[str], *, mesh: Mesh) -> str:
@@ -392,7 +481,10 @@ def _report(faults: dict[str, list[str]], hints: list[str], activations: list[st
         heads.append(f"{_count(hints, 'rule')} {'matches' if len(hints) == 1 else 'match'} nothing")
     if activations:
         heads.append(f"{_count(activations, 'rule')} of activations cannot be followed")
-    lines = [f"{entry}: {fault}" for entry, found in faults.items() for fault in found]
+
+    lines: list[str] = []
+    for entry, entry_faults in faults.items():
+        lines += [f"{entry}: {fault}" for fault in entry_faults]
     return _list(" and ".join(heads), lines + hints + activations)
 
 
@@ -401,7 +493,8 @@ def _list(header: str, lines: list[str]) -> str:
 
 
 def _count(items: Sized, noun: str) -> str:
-    return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
+    plural = "" if len(items) == 1 else "s"
+    return f"{len(items)} {noun}{plural}"
 
 
 PlanFn: TypeAlias = Callable[[torch.nn.Module, Mesh], ShardingPlan]
@@ -448,6 +541,7 @@ _RECIPES = {
 
 def in_form_of(plan: ShardingPlan, other: ShardingPlan) -> ShardingPlan:
     """The rules of a plan for entries that are stored as another plan has them."""
-    ranks = {key: rank for key, rank in plan.ranks.items() if key[0] == "rules"}
-    ranks |= {key: rank for key, rank in other.ranks.items() if key[0] == "stored"}
+    ranks: dict[tuple[str, _Rule], int] = {}
+    for kind, ranked in (("rules", plan.ranks), ("stored", other.ranks)):
+        ranks |= {key: rank for key, rank in ranked.items() if key[0] == kind}
     return replace(plan, stored=other.stored, ranks=ranks, activations={}, context=None, pipeline=None)

@@ -17,9 +17,10 @@ from rich.text import Text
 
 from torch_shard._common.printed import InNotebooks, printed
 from torch_shard._sharding.activations import Constraint
+from torch_shard._sharding.context import Context
 from torch_shard._sharding.forms import Form, Kept, Padded
 from torch_shard._sharding.mesh import describe_mesh, describe_spec
-from torch_shard._sharding.pipeline import Context, Pipeline, Stages
+from torch_shard._sharding.pipeline import Pipeline, Stages
 from torch_shard._sharding.stack_rows import stack_sharding
 from torch_shard._sharding.stacked import Group, Layout
 
@@ -65,7 +66,7 @@ class ResolvedEntry:
     def padded_spec(self) -> PartitionSpec:
         """The spec with a part for each dim."""
         spec = self.sharding.spec
-        return PartitionSpec(*spec, *(None for _ in range(len(self.shape) - len(spec))))
+        return PartitionSpec(*spec, *[None] * (len(self.shape) - len(spec)))
 
     def count_bytes(self, shape: tuple[int, ...]) -> int | None:
         """Count the bytes of `shape` in this entry's dtype; None if that is unknown."""
@@ -97,8 +98,10 @@ class ResolvedPlan(InNotebooks, Mapping[str, NamedSharding]):
 
     def __getitem__(self, name: str) -> NamedSharding:
         entry = self.entries[name]
-        is_padded = isinstance(entry.form, Padded)  # of others, the sharding is that of torch's form
-        return entry.kept.restored_sharding(entry.sharding) if entry.kept and is_padded else entry.sharding
+        # Only what is padded has the sharding of what is stored: a spec of other forms is for torch's shape.
+        if entry.kept and isinstance(entry.form, Padded):
+            return entry.kept.restored_sharding(entry.sharding)
+        return entry.sharding
 
     def stored(self, name: str) -> NamedSharding:
         """The sharding of an entry in the form in which a step keeps it."""
@@ -108,7 +111,9 @@ class ResolvedPlan(InNotebooks, Mapping[str, NamedSharding]):
     def of_group(self, group: Group, layout: Layout) -> NamedSharding:
         """The sharding of what a layout stores for a group: an entry, or several as rows."""
         sharding = self.stored(group[0])
-        return sharding if len(group) == 1 else stack_sharding(sharding, layout.axis_of(group))
+        if len(group) == 1:
+            return sharding
+        return stack_sharding(sharding, layout.axis_of(group))
 
     @property
     def kept(self) -> dict[str, Kept]:
@@ -138,8 +143,15 @@ class ResolvedPlan(InNotebooks, Mapping[str, NamedSharding]):
         return None if whole is None else whole / max(self.num_bytes or 0, 1)
 
     def _sum(self, get_shape: Callable[[ResolvedEntry], tuple[int, ...]]) -> int | None:
-        counts = [entry.count_bytes(get_shape(entry)) for entry in self.entries.values() if not entry.tied_to]
-        return None if None in counts else sum(filter(None, counts))
+        total = 0
+        for entry in self.entries.values():
+            if entry.tied_to:
+                continue
+            num_bytes = entry.count_bytes(get_shape(entry))
+            if num_bytes is None:
+                return None
+            total += num_bytes
+        return total
 
     def __repr__(self):
         return f"ResolvedPlan(num_names={len(self)}, mesh={describe_mesh(self.mesh)})"
@@ -148,23 +160,46 @@ class ResolvedPlan(InNotebooks, Mapping[str, NamedSharding]):
         return print_wide(self)
 
     def __rich__(self) -> Table:
-        share = "-" if self.fraction_replicated is None else f"{self.fraction_replicated:.1%}"
-        total, held = _describe_bytes(self.num_bytes), _describe_bytes(self.num_bytes_per_device)
-        caption = f"total {total}, per device {held}, replicated {share}"
-        table = Table(title=f"ShardingPlan on mesh {describe_mesh(self.mesh)}", caption=caption)
-        reasons = ["why"] if any(entry.reason for entry in self.entries.values()) else []
-        forms = ["stored"] if any(entry.form for entry in self.entries.values()) else []
-        for heading in ("name", "shape", "dtype", "rule", "spec", "local shape", "bytes per device", *reasons, *forms):
+        replicated = "-" if self.fraction_replicated is None else f"{self.fraction_replicated:.1%}"
+        total = _describe_bytes(self.num_bytes)
+        per_device = _describe_bytes(self.num_bytes_per_device)
+        table = Table(
+            title=f"ShardingPlan on mesh {describe_mesh(self.mesh)}",
+            caption=f"total {total}, per device {per_device}, replicated {replicated}",
+        )
+
+        headings = ["name", "shape", "dtype", "rule", "spec", "local shape", "bytes per device"]
+        has_reasons = any(entry.reason for entry in self.entries.values())
+        has_forms = any(entry.form for entry in self.entries.values())
+        if has_reasons:
+            headings.append("why")
+        if has_forms:
+            headings.append("stored")
+        for heading in headings:
             table.add_column(heading, overflow="fold", justify="right" if "bytes" in heading else "left")
+
         for name, entry in self.entries.items():
             dtype = "-" if entry.dtype is None else str(entry.dtype).removeprefix("torch.")
-            spec, local_shape = describe_spec(entry.sharding.spec), entry.local_shape
-            held = f"in {entry.tied_to}" if entry.tied_to else _describe_bytes(entry.count_bytes(local_shape))
-            cells = (name, entry.shape, dtype, entry.rule, spec, local_shape, held, *(entry.reason for _ in reasons))
-            cells += tuple(entry.form or "" for _ in forms)
+            num_bytes = _describe_bytes(entry.count_bytes(entry.local_shape))
+            cells: list[object] = [
+                name,
+                entry.shape,
+                dtype,
+                entry.rule,
+                describe_spec(entry.sharding.spec),
+                entry.local_shape,
+            ]
+            cells.append(f"in {entry.tied_to}" if entry.tied_to else num_bytes)
+            if has_reasons:
+                cells.append(entry.reason)
+            if has_forms:
+                cells.append(entry.form or "")
+            # As `Text`: rich would read the brackets of a shape as markup.
             table.add_row(*(Text(str(cell)) for cell in cells))
-        for asked in self.activations:
-            cells = (asked.place, "-", "-", f'"{asked.rule}"', describe_spec(asked.spec), "-", "-")
+
+        for constraint in self.activations:
+            spec = describe_spec(constraint.spec)
+            cells = [constraint.place, "-", "-", f'"{constraint.rule}"', spec, "-", "-"]
             table.add_row(*(Text(str(cell)) for cell in cells))
         return table
 

@@ -47,12 +47,14 @@ def take_row(stack: PyTree, row: int) -> PyTree:
     if isinstance(stack, Tracer):
         return jax.lax.index_in_dim(stack, row, keepdims=False)
     if isinstance(stack, jax.Array) and isinstance(stack.sharding, NamedSharding):
-        if stack.is_deleted():  # a compiled program does not look, and on some devices waits forever
+        # A compiled program does not look whether its input is deleted, and waits forever for it on some devices.
+        if stack.is_deleted():
             raise RuntimeError(
                 "This state was donated to a later step, and its arrays are deleted. Read the state that the step "
                 "returned, or copy what you need before the step: numpy.asarray(state.params[name])."
             )
-        return wait_if_simulated(_taker(row_sharding(stack.sharding))(wait_if_simulated(stack), row))
+        take = _taker(row_sharding(stack.sharding))
+        return wait_if_simulated(take(wait_if_simulated(stack), row))
     return stack[row]
 
 

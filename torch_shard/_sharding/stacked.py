@@ -53,11 +53,16 @@ class Layout:
         groups = tuple(map(tuple, groups))
         grouped = [name for group in groups for name in group]
         names = tuple(grouped if names is None else names)
-        if len(set(grouped)) < len(grouped) or not set(grouped) <= set(names):
-            raise ValueError(f"Layout: each name stands in one group and among the names, got {groups} of {names}.")
         group_of = {name: group for group in groups for name in group}
-        forms = tuple((name, kept[name]) for name in names if name in kept) if kept else ()
-        return cls(tuple(dict.fromkeys(group_of.get(name, (name,)) for name in names)), names, forms, stages)
+        if len(group_of) < len(grouped) or not group_of.keys() <= set(names):
+            raise ValueError(f"Layout: each name stands in one group and among the names, got {groups} of {names}.")
+
+        ordered_groups = dict.fromkeys(group_of.get(name, (name,)) for name in names)
+        forms: list[tuple[str, Kept]] = []
+        for name in names:
+            if kept and name in kept:
+                forms.append((name, kept[name]))
+        return cls(tuple(ordered_groups), names, tuple(forms), stages)
 
     @functools.cached_property
     def forms(self) -> dict[str, Kept]:
@@ -72,19 +77,24 @@ class Layout:
     @functools.cached_property
     def places(self) -> dict[str, tuple[int, int | None]]:
         """For each name the number of its stored array, and its row there (None if it stands alone)."""
-        found: dict[str, tuple[int, int | None]] = {}
+        places: dict[str, tuple[int, int | None]] = {}
         for number, group in enumerate(self.groups):
-            found |= {name: (number, row if len(group) > 1 else None) for row, name in enumerate(group)}
-        return {name: found[name] for name in self.names}
+            is_stack = len(group) > 1
+            for row, name in enumerate(group):
+                places[name] = number, row if is_stack else None
+        return {name: places[name] for name in self.names}
 
     def restricted(self, names: Iterable[str]) -> "Layout":
         """The layout of some of the names; a group of which one is missing falls apart."""
         names = dict.fromkeys(names)
-        return Layout.of((g for g in self.groups if names.keys() >= set(g)), names, self.forms, stages=self.stages)
+        whole_groups = [group for group in self.groups if names.keys() >= set(group)]
+        return Layout.of(whole_groups, names, self.forms, stages=self.stages)
 
     def axis_of(self, group: Group) -> str | None:
         """The axis over which the rows of a group are split, if they are."""
-        return self.stages.axis if self.stages is not None and self.stages.has(group) else None
+        if self.stages is None or not self.stages.has(group):
+            return None
+        return self.stages.axis
 
     def __add__(self, other: "Layout") -> "Layout":
         stages = self.stages or other.stages
@@ -112,7 +122,8 @@ class Stacks(Mapping[str, PyTree]):
     __slots__ = ("arrays", "layout")
 
     def __init__(self, layout: Layout, arrays: Iterable[PyTree]) -> None:
-        self.layout, self.arrays = layout, tuple(arrays)
+        self.layout = layout
+        self.arrays = tuple(arrays)
 
     def __setitem__(self, name: str, value: object) -> None:
         raise TypeError(
@@ -137,9 +148,13 @@ class Stacks(Mapping[str, PyTree]):
     @classmethod
     def merged(cls, *parts: Mapping[str, PyTree]) -> "Stacks":
         """Several mappings without a name in common as one; each keeps its layout."""
-        stacks = [p if isinstance(p, Stacks) else cls.from_dict(p, [(name,) for name in p]) for p in parts]
-        layout = sum((s.layout for s in stacks), start=Layout((), ()))
-        return cls(layout, (array for s in stacks for array in s.arrays))
+        layout = Layout((), ())
+        arrays: list[PyTree] = []
+        for part in parts:
+            stacks = part if isinstance(part, Stacks) else cls.from_dict(part, [(name,) for name in part])
+            layout += stacks.layout
+            arrays += stacks.arrays
+        return cls(layout, arrays)
 
     def part(self, names: Iterable[str]) -> "Stacks":
         """The entries of some of the names."""
@@ -147,21 +162,19 @@ class Stacks(Mapping[str, PyTree]):
 
     def updated(self, values: Mapping[str, PyTree]) -> "Stacks":
         """With other values for those names that it has; what has none keeps its stored array."""
-
-        def new(group: Group, array: PyTree) -> PyTree:
-            return (
-                array
-                if held.keys().isdisjoint(group)
-                else _gathered({n: self[n] for n in group} | held, group, self.layout)
-            )
-
-        held = {name: value for name, value in values.items() if name in self}
-        return Stacks(self.layout, (new(g, a) for g, a in zip(self.layout.groups, self.arrays, strict=True)))
+        arrays: list[PyTree] = []
+        for group, array in zip(self.layout.groups, self.arrays, strict=True):
+            if not values.keys().isdisjoint(group):
+                entries = {name: values[name] if name in values else self[name] for name in group}
+                array = _gathered(entries, group, self.layout)
+            arrays.append(array)
+        return Stacks(self.layout, arrays)
 
     def stacked(self, names: Group) -> PyTree:
         """The entries `names`, of one shape, as an array `(n, *shape)`: as it is stored, where it is stored so."""
-        form, found = self.layout.forms.get(names[0]), self.kept_rows(names)
-        return found if form is None else form.restore(found, is_stack=True)
+        rows = self.kept_rows(names)
+        form = self.layout.forms.get(names[0])
+        return rows if form is None else form.restore(rows, is_stack=True)
 
     def kept_rows(self, names: Group) -> PyTree:
         """The same in the form in which they are kept."""
@@ -187,30 +200,34 @@ class Stacks(Mapping[str, PyTree]):
 
     def in_program(self, name: str) -> PyTree:
         """An entry, as a program takes it: in pieces, if it is kept so."""
-        form, array = self.layout.forms.get(name), self.kept(name)
+        array = self.kept(name)
+        form = self.layout.forms.get(name)
         return array if form is None else form.in_program(array)
 
     def whole(self, *, but_rearranged: bool = False) -> "Stacks":
         """The same in torch's form; with `but_rearranged`, what has the same elements in other dims as it is kept."""
         if not self.layout.kept:
             return self
-        pairs = zip(self.layout.groups, self.arrays, strict=True)
-        return Stacks(self.layout.plain, (self._whole(group, array, but_rearranged) for group, array in pairs))
 
-    def _whole(self, group: Group, array: PyTree, but_rearranged: bool) -> PyTree:
-        form = self.layout.forms.get(group[0])
-        if form is None or (but_rearranged and form.is_rearranged):
-            return array
-        return form.restore(array, is_stack=len(group) > 1)
+        arrays: list[PyTree] = []
+        for group, array in zip(self.layout.groups, self.arrays, strict=True):
+            form = self.layout.forms.get(group[0])
+            if form is not None and not (but_rearranged and form.is_rearranged):
+                array = form.restore(array, is_stack=len(group) > 1)
+            arrays.append(array)
+        return Stacks(self.layout.plain, arrays)
 
     def _rows(self, number: int, start: int, stop: int) -> PyTree:
-        array, size = self.arrays[number], len(self.layout.groups[number])
-        if size == 1:
+        array = self.arrays[number]
+        num_rows = len(self.layout.groups[number])
+        if num_rows == 1:
             return array[None]
-        return array if stop - start == size else array[start:stop]
+        # A slice of all rows would be a copy.
+        return array if stop - start == num_rows else array[start:stop]
 
     def __getitem__(self, name: str) -> PyTree:
-        form, array = self.layout.forms.get(name), self.kept(name)
+        array = self.kept(name)
+        form = self.layout.forms.get(name)
         return array if form is None else form.restore(array)
 
     def __contains__(self, name: object) -> bool:
@@ -223,12 +240,15 @@ class Stacks(Mapping[str, PyTree]):
         return len(self.layout.names)
 
     def __repr__(self) -> str:
-        pairs = zip(self.layout.groups, self.arrays, strict=True)
-        return "Stacks({" + ", ".join(f"{describe_group(group)}: {_describe(array)}" for group, array in pairs) + "})"
+        entries: list[str] = []
+        for group, array in zip(self.layout.groups, self.arrays, strict=True):
+            entries.append(f"{describe_group(group)}: {_describe(array)}")
+        return "Stacks({" + ", ".join(entries) + "})"
 
     def tree_flatten_with_keys(self) -> tuple[Iterable[tuple[object, PyTree]], Layout]:
         """For JAX: the stored arrays, and the layout."""
-        keys = (jax.tree_util.DictKey(describe_group(group)) for group in self.layout.groups)
+        # The paths of errors and of checkpoints name the entries by these keys.
+        keys = [jax.tree_util.DictKey(describe_group(group)) for group in self.layout.groups]
         return tuple(zip(keys, self.arrays, strict=True)), self.layout
 
     def tree_flatten(self) -> tuple[tuple[PyTree, ...], Layout]:
@@ -247,40 +267,58 @@ def describe_group(group: Group) -> str:
 
 
 def _describe(array: PyTree) -> str:
-    return f"{array.dtype}{list(array.shape)}" if hasattr(array, "dtype") and hasattr(array, "shape") else repr(array)
+    if hasattr(array, "dtype") and hasattr(array, "shape"):
+        return f"{array.dtype}{list(array.shape)}"
+    return repr(array)
 
 
 def _runs(layout: Layout, names: Group) -> list[tuple[int, int, int]]:
     """`names` as stretches `(number, start, stop)` of stored arrays."""
     runs: list[tuple[int, int, int]] = []
-    for number, row in (layout.places[name] for name in names):
-        row = row or 0
-        if runs and runs[-1][::2] == (number, row):
-            runs[-1] = (number, runs[-1][1], row + 1)
-        else:
-            runs.append((number, row, row + 1))
+    for name in names:
+        number, row_or_none = layout.places[name]
+        row = row_or_none or 0
+
+        if runs:
+            last_number, start, stop = runs[-1]
+            if (last_number, stop) == (number, row):
+                runs[-1] = number, start, row + 1
+                continue
+        runs.append((number, row, row + 1))
     return runs
 
 
 def _gathered(values: Mapping[str, PyTree], group: Group, layout: Layout) -> PyTree:
     """Gather what a layout stores for a group."""
-    form = layout.forms.get(group[0])
+    first, *_ = group
+    form = layout.forms.get(first)
     if form is None:
         return _gathered_whole(values, group, layout.axis_of(group))
+
+    # What has the entries in this form already gives them so. It need not be a `Stacks`: a state reads like one.
+    is_stack = len(group) > 1
     forms: Mapping[str, Kept] = getattr(values, "forms", {})
     if all(forms.get(name) == form for name in group):
-        kept: PyTree = values
-        return kept.kept(group[0]) if len(group) == 1 else kept.kept_rows(group)
-    return form.store(_gathered_whole(values, group, layout.axis_of(group)), is_stack=len(group) > 1)
+        source: PyTree = values
+        if is_stack:
+            return source.kept_rows(group)
+        return source.kept(first)
+
+    whole = _gathered_whole(values, group, layout.axis_of(group))
+    return form.store(whole, is_stack=is_stack)
 
 
 def _gathered_whole(values: Mapping[str, PyTree], group: Group, axis: str | None) -> PyTree:
     if len(group) == 1:
         return values[group[0]]
-    if (stacked := getattr(values, "stacked", None)) is not None:
+    stacked = getattr(values, "stacked", None)
+    if stacked is not None:
         return stacked(group)
+
     rows = [values[name] for name in group]
-    return stack_struct(rows, axis) if isinstance(rows[0], jax.ShapeDtypeStruct) else jnp.stack(rows)
+    if isinstance(rows[0], jax.ShapeDtypeStruct):
+        return stack_struct(rows, axis)
+    return jnp.stack(rows)
 
 
 def as_dicts(tree: PyTree) -> PyTree:
@@ -293,12 +331,20 @@ def keep_as(stacks: Stacks, layout: Layout, *, but_rearranged: bool = False) -> 
     forms: dict[str, Kept] = {}
     arrays: list[PyTree] = []
     for group, array in zip(stacks.layout.groups, stacks.arrays, strict=True):
-        form, is_stack = layout.forms.get(group[0]), len(group) > 1
-        is_kept = form is not None and but_rearranged and form.is_rearranged
-        if form is not None and (form.is_stored if is_kept else form.is_whole)(array, is_stack=is_stack):
+        form = layout.forms.get(group[0])
+        is_stack = len(group) > 1
+        if form is None:
+            arrays.append(array)
+        elif but_rearranged and form.is_rearranged:
+            arrays.append(array)
+            if form.is_stored(array, is_stack=is_stack):
+                forms |= dict.fromkeys(group, form)
+        elif form.is_whole(array, is_stack=is_stack):
+            arrays.append(form.store(array, is_stack=is_stack))
             forms |= dict.fromkeys(group, form)
-            array = array if is_kept else form.store(array, is_stack=is_stack)
-        arrays.append(array)
+        else:
+            # Such as the factors of a second moment, which have other shapes than their entry.
+            arrays.append(array)
     return Stacks(Layout.of(stacks.layout.groups, stacks.layout.names, forms, stages=layout.stages), arrays)
 
 
@@ -332,22 +378,28 @@ def stack_dicts(tree: PyTree, layout: Layout, stack: Callable[[list[PyTree]], Py
     def is_by_name(node: object) -> bool:
         return type(node) is dict and bool(node) and cast(dict[object, object], node).keys() <= layout.places.keys()
 
-    def is_one(values: list[PyTree]) -> bool:
-        leaves = all(jax.tree_util.all_leaves([value]) for value in values)
-        return leaves and len({(value.shape, value.dtype) for value in values}) == 1
-
-    def stored(rows: list[PyTree], axis: str | None) -> PyTree:
-        if len(rows) == 1:
-            return rows[0]
-        return stack_struct(rows, axis) if stack is None else stack(rows)
+    def are_alike(values: list[PyTree]) -> bool:
+        if not jax.tree_util.all_leaves(values):
+            return False
+        return len({(value.shape, value.dtype) for value in values}) == 1
 
     def stacked(node: PyTree) -> PyTree:
         if not is_by_name(node):
             return node
-        held = layout.restricted(name for name in layout.names if name in node)
-        held = Layout.of((g for g in held.groups if is_one([node[n] for n in g])), held.names, stages=layout.stages)
-        return keep_as(
-            Stacks(held, (stored([node[n] for n in group], held.axis_of(group)) for group in held.groups)), layout
-        )
+
+        node_layout = layout.restricted(name for name in layout.names if name in node)
+        groups = [group for group in node_layout.groups if are_alike([node[name] for name in group])]
+        node_layout = Layout.of(groups, node_layout.names, stages=layout.stages)
+
+        arrays: list[PyTree] = []
+        for group in node_layout.groups:
+            rows = [node[name] for name in group]
+            if len(rows) == 1:
+                arrays.append(rows[0])
+            elif stack is None:
+                arrays.append(stack_struct(rows, node_layout.axis_of(group)))
+            else:
+                arrays.append(stack(rows))
+        return keep_as(Stacks(node_layout, arrays), layout)
 
     return jax.tree.map(stacked, tree, is_leaf=is_by_name)

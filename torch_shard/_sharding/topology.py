@@ -103,7 +103,8 @@ GPUS = {
     "b200": GpuChip(191514411008, 7672320000000, (10, 0), 148, 128, 233472, 132644864, 1.965, "NVIDIA B200"),
 }
 
-_LIBTPU = {  # while it is loaded; or it asks a server of Google's cloud, and wants to be alone on the machine
+# While libtpu is loaded. Else it asks a server of Google's cloud where it is, and wants to be alone on the machine.
+_LIBTPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -124,10 +125,10 @@ def topology_devices(topology: object, num_slices: int | None = None) -> list[De
         if num_slices is not None:
             raise ValueError(f"{caller()}: num_slices= is for TPUs, whose slices a slow network joins.")
         _require("jax_cuda12_plugin", "cuda", f"{chip}:{shape}")
-        found: Any = topologies.get_topology_desc(
+        gpus: Any = topologies.get_topology_desc(
             platform="cuda", topology_name="", target_config=GPUS[chip].description, topology=f"1x1x{int(shape)}"
         )
-        return list(found.devices)
+        return list(gpus.devices)
     if chip in TPUS and shape and all(size.isdecimal() and int(size) for size in shape.split("x")):
         return _tpus(chip, shape, num_slices)
     raise _unknown(topology)
@@ -142,7 +143,10 @@ def is_compile_only(device: object) -> bool:
 def memory_of(device: object) -> int | None:
     """Bytes that a program of one device may have; None if that is not known."""
     kind = str(getattr(device, "device_kind", ""))
-    return next((chip.memory for chip in (*TPUS.values(), *GPUS.values()) if chip.title == kind), None)
+    for chip in (*TPUS.values(), *GPUS.values()):
+        if chip.title == kind:
+            return chip.memory
+    return None
 
 
 def _unknown(topology: object, why: str = "") -> ValueError:
@@ -162,21 +166,27 @@ def _require(module: str, extra: str, topology: str) -> None:
 
 
 def _tpus(chip: str, shape: str, num_slices: int | None) -> list[Device]:
-    name, options = f"{chip}:{shape}", dict[str, Any](TPUS[chip].options)
-    options |= {} if num_slices is None else {"num_slices": num_slices}
-    added: dict[str, str] = {}
-    if jax.default_backend() != "tpu":  # there, libtpu is loaded and knows where it is
-        _require("libtpu", "tpu", name)
-        added = {key: value for key, value in _LIBTPU.items() if key not in os.environ}
+    name = f"{chip}:{shape}"
+    options: dict[str, Any] = dict(TPUS[chip].options)
+    if num_slices is not None:
+        options["num_slices"] = num_slices
     sizes = [int(size) for size in shape.split("x")]
     if math.prod(sizes) == 1:
+        # A topology of a single chip is none of those that a host has by default.
         options["chips_per_host_bounds"] = tuple(sizes)
+
+    # On a TPU, libtpu is loaded already and knows where it is.
+    added: dict[str, str] = {}
+    if jax.default_backend() != "tpu":
+        _require("libtpu", "tpu", name)
+        added = {key: value for key, value in _LIBTPU.items() if key not in os.environ}
+
     os.environ.update(added)
     try:
-        found: Any = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
-    except RuntimeError as error:  # JAX's
+        description: Any = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+    except RuntimeError as error:
         raise _unknown(name, f" ({error})") from error
     finally:
         for key in added:
             os.environ.pop(key, None)
-    return list(found.devices)
+    return list(description.devices)

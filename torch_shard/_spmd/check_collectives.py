@@ -21,11 +21,15 @@ def sizes_of(axis: Any) -> dict[str, int]:
     axes = axis if isinstance(axis, tuple) else (axis,)
     if len(set(axes)) < len(axes):
         raise ValueError(f"{caller()}: {axis!r} names an axis twice.")
-    sizes: dict[str, Any] = {a: size_of(a) for a in axes}
-    for unbound in (a for a, size in sizes.items() if size is None):
-        bound = ", ".join(repr(a) for a in manual_axes() if not a.startswith("_"))  # JAX names what pmap leaves unnamed
+    sizes: dict[str, Any] = {name: size_of(name) for name in axes}
+    for unbound, size in sizes.items():
+        if size is not None:
+            continue
+        # JAX gives an axis that `pmap` leaves unnamed a name with an underscore.
+        bound = ", ".join(repr(name) for name in manual_axes() if not name.startswith("_"))
+        others = f" ({bound} of the mesh are)" if bound else ""
         raise NameError(
-            f"{caller()}: axis {unbound!r} is not bound here{f' ({bound} of the mesh are)' if bound else ''}. "
+            f"{caller()}: axis {unbound!r} is not bound here{others}. "
             "Collectives work inside a function that is mapped over a named axis: jax_shard_map(f, mesh=...) binds the "
             f"axes of its mesh, jax_pmap(f, axis_name={unbound!r}), jax_vmap(f, axis_name={unbound!r}) and tpmap their "
             "axis_name."

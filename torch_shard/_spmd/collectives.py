@@ -362,8 +362,10 @@ def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 def _all_gather(x: jax.Array, axes: tuple[str, ...], dim: int, to: Variation) -> jax.Array:
     x = _varied(x, axes)
+    # JAX takes `to` only where it tracks what varies.
+    options = {"to": to} if tracked_axes() else {}
     for axis in reversed(axes):
-        x = lax.all_gather(x, axis, axis=dim, tiled=True, **({"to": to} if tracked_axes() else {}))
+        x = lax.all_gather(x, axis, axis=dim, tiled=True, **options)
     return x
 
 
@@ -392,10 +394,13 @@ def _extreme(x: T, axis: Axis, reduce: Callable[..., jax.Array]) -> T:
 
     @smooth.defjvp
     def derivative(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        (a,), (tangent,) = primals, tangents
-        best = smooth(a)  # whoever differentiates this rule differentiates its value too
-        holds = a == best
-        share = jnp.where(holds, tangent, 0) / _psum(holds.astype(a.dtype), axes)
+        (a,) = primals
+        (tangent,) = tangents
+        # By the rule, not by `plain`: whoever differentiates this rule differentiates its value too.
+        best = smooth(a)
+        is_best = a == best
+        num_best = _psum(is_best.astype(a.dtype), axes)
+        share = jnp.where(is_best, tangent, 0) / num_best
         return best, _psum(share, axes)
 
     def of_tensor(t: torch.Tensor) -> torch.Tensor:
@@ -421,5 +426,7 @@ def _varied(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def _call(fn: Callable[..., jax.Array], t: torch.Tensor, *args: object) -> torch.Tensor:
-    dtype = torch.int64 if t.dtype == torch.bool and fn in (_psum, _psum_scatter) else t.dtype
+    # Like `torch.sum`, a sum of bools is int64.
+    is_count = t.dtype == torch.bool and fn in (_psum, _psum_scatter)
+    dtype = torch.int64 if is_count else t.dtype
     return call_jax(lambda a: fn(a, *args), t).to(dtype)

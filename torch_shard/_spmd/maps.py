@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -48,26 +47,41 @@ def vmap_of_arrays(
 
     def backward(arrays: tuple[jax.Array, ...], cotangents: PyTree) -> tuple[jax.Array | None, ...]:
         leaves, tree = jax.tree.flatten(cotangents)
-        axes = spread_prefix(out_axes, tree)
-        given = [leaf.dtype != jax.dtypes.float0 for leaf in leaves]
-        wanted = [a is not None and jnp.issubdtype(a.dtype, jnp.inexact) for a in arrays]
-        # A result that is not mapped is one for all rows: each has its share of the gradient.
-        shares = [c if axis is not None else c / axis_size for c, axis, g in zip(leaves, axes, given, strict=True) if g]
-        pull = functools.partial(_pull, fn, wanted, given)
-        run = vmap_of_arrays(pull, (*in_axes, *itertools.compress(axes, given)), 0, axis_size=axis_size, vmap=vmap)
-        grads = iter(run(*arrays, *shares))
-        return tuple(_unmap(next(grads), axis) if w else None for axis, w in zip(in_axes, wanted, strict=True))
+        result_axes = spread_prefix(out_axes, tree)
+        # JAX gives integers a cotangent of the dtype float0, which is none.
+        has_cotangent = [leaf.dtype != jax.dtypes.float0 for leaf in leaves]
+        has_gradient = [array is not None and jnp.issubdtype(array.dtype, jnp.inexact) for array in arrays]
+
+        row_cotangents: list[jax.Array] = []
+        cotangent_axes: list[int | None] = []
+        for cotangent, axis, is_float in zip(leaves, result_axes, has_cotangent, strict=True):
+            if is_float:
+                # A result that is not mapped is one for all rows: each has its share of the gradient.
+                row_cotangents.append(cotangent if axis is not None else cotangent / axis_size)
+                cotangent_axes.append(axis)
+
+        pull = functools.partial(_pull, fn, has_gradient, has_cotangent)
+        run = vmap_of_arrays(pull, (*in_axes, *cotangent_axes), 0, axis_size=axis_size, vmap=vmap)
+        row_gradients = iter(run(*arrays, *row_cotangents))
+
+        gradients: list[jax.Array | None] = []
+        for axis, is_wanted in zip(in_axes, has_gradient, strict=True):
+            gradients.append(_unmap(next(row_gradients), axis) if is_wanted else None)
+        return tuple(gradients)
 
     mapped.defvjp(forward, backward)
     return mapped
 
 
 def _pull(
-    fn: Callable[..., PyTree], wanted: list[bool], given: list[bool], *inputs: jax.Array
+    fn: Callable[..., PyTree], has_gradient: list[bool], has_cotangent: list[bool], *inputs: jax.Array
 ) -> tuple[jax.Array, ...]:
     """The gradients of one row."""
-    arrays, cotangents = inputs[: len(wanted)], inputs[len(wanted) :]
-    return vjp_of_chosen(fn, arrays, wanted, given)[1](list(cotangents))
+    num_arrays = len(has_gradient)
+    arrays = inputs[:num_arrays]
+    cotangents = list(inputs[num_arrays:])
+    _, pull = vjp_of_chosen(fn, arrays, has_gradient, has_cotangent)
+    return pull(cotangents)
 
 
 def _unmap(rows: jax.Array, axis: int | None) -> jax.Array:
@@ -117,17 +131,22 @@ def jax_vmap(
     def mapped(key: Key, /, *args: PyTree, **named: PyTree) -> PyTree:
         size = _num_rows(fn, in_axes, axis_size, args, named)
         leaves, tree = jax.tree.flatten((args, named))
-        spread = spread_prefix((_for_each(in_axes, len(args)), dict.fromkeys(named, 0)), tree)
+        # Like `jax.vmap`: `in_axes` is of positional arguments, and keyword arguments are mapped along their first dim.
+        leaf_axes = spread_prefix((_for_each(in_axes, len(args)), dict.fromkeys(named, 0)), tree)
+
+        # What a transform around this one differentiates must be an argument of the `custom_vjp`.
         tensors, values = CLOSURE.held()
-        token, is_read = CLOSURE.token, bool(CLOSURE.readers)
+        num_values = len(values)
+        token = CLOSURE.token
+        is_read = bool(CLOSURE.readers)
 
         def of_leaves(key: Key, *inputs: jax.Array) -> PyTree:
-            args, named = jax.tree.unflatten(tree, inputs[len(values) :])
-            reader = Reader(tensors, inputs[: len(values)], token, partial=True)
+            args, named = jax.tree.unflatten(tree, inputs[num_values:])
+            reader = Reader(tensors, inputs[:num_values], token, partial=True)
             with reader.active() if is_read else contextlib.nullcontext():
                 return pure(key, *args, **named)
 
-        axes = (None, *(None for _ in values), *spread)
+        axes = (None, *[None] * num_values, *leaf_axes)
         run = vmap_of_arrays(of_leaves, axes, out_axes, axis_size=size, vmap=vmap)
         return run(key, *values, *map(jax.numpy.asarray, leaves))
 
@@ -138,14 +157,14 @@ def _num_rows(
     fn: Callable[..., object], in_axes: PyTree, axis_size: int | None, args: Sequence[PyTree], named: dict[str, PyTree]
 ) -> int:
     """How many rows are mapped, by JAX, which refuses axes that do not fit the arguments as the user counts them."""
-    found: list[int] = []
+    sizes: list[int] = []
 
     @functools.wraps(fn, updated=())
     def row(*args: PyTree, **named: PyTree) -> None:
-        found.append(jax.lax.axis_size("rows"))
+        sizes.append(jax.lax.axis_size("rows"))
 
     jax.vmap(row, in_axes, axis_name="rows", axis_size=axis_size)(*args, **named)
-    return found[0]
+    return sizes[0]
 
 
 @public
@@ -192,14 +211,16 @@ def jax_pmap(
     @error_prefix("jax_pmap")
     def compile_for(run: Pure, num_args: int) -> Pure:
         names = names_of(fn, num_args)
-        for name, positions in (
-            ("static_broadcasted_argnums", static_broadcasted_argnums),
-            ("donate_argnums", donate_argnums),
-        ):
-            options[name] = as_positions(name, positions, names)
+        static = as_positions("static_broadcasted_argnums", static_broadcasted_argnums, names)
+        donated = as_positions("donate_argnums", donate_argnums, names)
 
         mapped = jax.pmap(
-            _counted_as(fn, run), axis_name, in_axes=(*_for_each(in_axes, num_args), (None, None)), **options
+            _counted_as(fn, run),
+            axis_name,
+            in_axes=(*_for_each(in_axes, num_args), (None, None)),
+            static_broadcasted_argnums=static,
+            donate_argnums=donated,
+            **options,
         )
         return lambda values, key, /, *args, **named: mapped(*args, (values, key), **named)
 
@@ -256,7 +277,8 @@ def jax_shard_map(
         specs = _for_each(in_specs, num_args)
 
         def whole(values: list[jax.Array], key: Key, *args: PyTree) -> PyTree:
-            outer = manual_axes()  # in a function that is mapped over other axes of the mesh
+            # Not empty in a function that is mapped over other axes of the mesh.
+            outer = manual_axes()
             axes = set(_names(axis_names) or mesh.axis_names) - set(outer)
             if outer:
                 _check_nesting(mesh, axes)
@@ -277,8 +299,9 @@ def jax_shard_map(
     @error_prefix("jax_shard_map")
     def mapped(key: Key, /, *args: PyTree) -> PyTree:
         for leaf in jax.tree.leaves(args):
+            # Of an axis that is Explicit, JAX fails with a KeyError.
             if isinstance(getattr(leaf, "sharding", None), NamedSharding):
-                check_mesh(leaf.sharding.mesh)  # JAX fails with a KeyError, of an axis that is Explicit
+                check_mesh(leaf.sharding.mesh)
         return compiled(key, *args)
 
     return adapt(fn, mapped)
@@ -289,8 +312,8 @@ def _counted_as(fn: Callable[..., object], run: Pure) -> Callable[..., PyTree]:
 
     @functools.wraps(fn, updated=())
     def local(*args: PyTree, **named: PyTree) -> PyTree:
-        *own, (values, key) = args
-        return run(values, key, *own, **named)
+        *user_args, (values, key) = args
+        return run(values, key, *user_args, **named)
 
     return local
 
@@ -322,13 +345,17 @@ def _names(axes: Iterable[str]) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def _for_each(given: PyTree, num_args: int) -> tuple[PyTree, ...]:
-    """Axes or specs of each argument, of what is given for all or for each."""
-    return tuple(given) if isinstance(given, (tuple, list)) else (given,) * num_args
+def _for_each(prefix: PyTree, num_args: int) -> tuple[PyTree, ...]:
+    """Axes or specs of each argument, where a user said one for all or one for each."""
+    if isinstance(prefix, tuple | list):
+        return tuple(prefix)
+    return (prefix,) * num_args
 
 
 def names_of(fn: Callable[..., object], num_args: int) -> list[str]:
     """Names of the arguments of a callable, for errors."""
-    parameters = () if (signature := signature_of(fn)) is None else signature.parameters.values()
-    names = [p.name for p in parameters if p.kind < inspect.Parameter.VAR_POSITIONAL]
-    return [names[i] if i < len(names) else f"argument {i}" for i in range(num_args)]
+    signature = signature_of(fn)
+    parameters = [] if signature is None else list(signature.parameters.values())
+    names = [parameter.name for parameter in parameters if parameter.kind < inspect.Parameter.VAR_POSITIONAL]
+    names += [f"argument {position}" for position in range(len(names), num_args)]
+    return names[:num_args]

@@ -53,8 +53,11 @@ def unshard(tree: PyTree) -> list[PyTree]:
     if len({shape[0] for shape in shapes.values()}) > 1:
         shown = ", ".join(f"{path}: {shape[0]}" for path, shape in shapes.items())
         raise ValueError(f"unshard: the leading dims must have one size, the number of devices, got {shown}.")
-    rows = [leaf.unbind(0) if isinstance(leaf, torch.Tensor) else list(leaf) for leaf in leaves]
-    return [jax.tree.unflatten(structure, row) for row in zip(*rows, strict=True)]
+
+    rows_of_leaves: list[Sequence[PyTree]] = []
+    for leaf in leaves:
+        rows_of_leaves.append(leaf.unbind(0) if isinstance(leaf, torch.Tensor) else list(leaf))
+    return [jax.tree.unflatten(structure, row) for row in zip(*rows_of_leaves, strict=True)]
 
 
 @public
@@ -88,22 +91,31 @@ def gather_from_jax_processes(tree: PyTree) -> list[PyTree]:
         leaves = [_of_process(path, leaf) for path, leaf in paths]
         return (str(structure), leaves) if has_own_nodes else ("", structure.unflatten(leaves))
 
-    found = exchange(make)
-    texts = [text for text, _ in found]
-    if other := next((process for process, text in enumerate(texts) if text != texts[0]), None):
-        shown = [text or "lists, tuples and dicts alone" for text in (texts[0], texts[other])]
-        raise ValueError(
-            f"{caller()}: a tree with nodes other than lists, tuples and dicts must have one structure in all "
-            f"processes, found {shown[0]} in process 0 and {shown[1]} in process {other}. Give dicts, or "
-            "jax.tree.leaves(tree)."
-        )
-    return [structure.unflatten(tree) if text else tree for text, tree in found]
+    def shown(text: str) -> str:
+        return text or "lists, tuples and dicts alone"
+
+    of_processes = exchange(make)
+    first_text, _ = of_processes[0]
+    for process, (text, _) in enumerate(of_processes):
+        if text != first_text:
+            raise ValueError(
+                f"{caller()}: a tree with nodes other than lists, tuples and dicts must have one structure in all "
+                f"processes, found {shown(first_text)} in process 0 and {shown(text)} in process {process}. Give "
+                "dicts, or jax.tree.leaves(tree)."
+            )
+
+    # Nodes of classes do not travel, as nothing that comes from another process is executed: only their leaves do.
+    return [structure.unflatten(tree) if text else tree for text, tree in of_processes]
 
 
-def _is_plain(structure: Any) -> bool:  # a PyTreeDef, whose type JAX does not name
+# The structure is a PyTreeDef, whose type JAX does not name.
+def _is_plain(structure: Any) -> bool:
     """Tell whether all nodes are of types of which the structure alone says what they are."""
     node = structure.node_data()
-    return node is None or (node[0] in (list, tuple, dict, type(None)) and all(map(_is_plain, structure.children())))
+    if node is None:
+        return True
+    kind, _ = node
+    return kind in (list, tuple, dict, type(None)) and all(map(_is_plain, structure.children()))
 
 
 def _of_process(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
@@ -159,16 +171,30 @@ def assert_replica_integrity(tree: PyTree, *, rtol: float = 0.0, atol: float = 0
     tables = exchange(lambda: _table(tree, device_axis, values))
     _check_leaves([leaves for leaves, _ in tables])
     places: dict[Part, dict[bytes, list[str]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-    for part, place, digest in (replica for _, replicas in tables for replica in replicas):
-        places[part][digest].append(place)
+    for _, replicas in tables:
+        for part, place, digest in replicas:
+            places[part][digest].append(place)
+
     disputed = {part: by_digest for part, by_digest in places.items() if len(by_digest) > 1}
     if not disputed:
         return
-    wanted = [(part, digest) for part, by_digest in disputed.items() for digest in by_digest]
-    held: dict[tuple[Part, bytes], np.ndarray] = {}
-    for found in exchange(lambda: {key: values[key]() for key in wanted if key in values}):
-        held.update(found)
-    faults = [fault for part in disputed for fault in _faults(part, disputed[part], held, rtol=rtol, atol=atol)]
+
+    # Only of parts that differ do the values travel, one for each digest.
+    def disputed_values() -> dict[tuple[Part, bytes], np.ndarray]:
+        values_here: dict[tuple[Part, bytes], np.ndarray] = {}
+        for part, by_digest in disputed.items():
+            for digest in by_digest:
+                if (part, digest) in values:
+                    values_here[part, digest] = values[part, digest]()
+        return values_here
+
+    arrays: dict[tuple[Part, bytes], np.ndarray] = {}
+    for of_process in exchange(disputed_values):
+        arrays.update(of_process)
+
+    faults: list[str] = []
+    for part, by_digest in disputed.items():
+        faults += _faults(part, by_digest, arrays, rtol=rtol, atol=atol)
     if faults:
         heading = f"{caller()}: replicas differ by more than rtol={rtol}, atol={atol}:"
         raise AssertionError(f"{heading}\n\n" + "\n".join(faults))
@@ -177,18 +203,21 @@ def assert_replica_integrity(tree: PyTree, *, rtol: float = 0.0, atol: float = 0
 def _faults(
     part: Part,
     places: dict[bytes, list[str]],
-    held: Mapping[tuple[Part, bytes], np.ndarray],
+    arrays: Mapping[tuple[Part, bytes], np.ndarray],
     *,
     rtol: float,
     atol: float,
 ) -> Iterator[str]:
     """The replicas of one part that differ from what most of them are."""
     common = max(places, key=lambda digest: len(places[digest]))
-    for digest in (d for d in places if d != common):
-        apart = _difference(held[part, digest], held[part, common], rtol, atol)
-        if apart is not None:
-            others, most = _join(places[digest]), _join(places[common])
-            yield f"  {''.join(part)}: {others} differs from {most} by {apart} at most."
+    for digest in places:
+        if digest == common:
+            continue
+        difference = _difference(arrays[part, digest], arrays[part, common], rtol, atol)
+        if difference is not None:
+            others = _join(places[digest])
+            most = _join(places[common])
+            yield f"  {''.join(part)}: {others} differs from {most} by {difference} at most."
 
 
 def _table(
@@ -204,8 +233,14 @@ def _table(
     for path, leaf in _with_paths(tree):
         array = _array_of(path, leaf)
         leaves[path] = f"{tuple(array.shape)} {array.dtype}"
-        pieces = _shards(array) if isinstance(array, jax.Array) else [((), "the host", lambda array=array: array)]
-        for index, place, read in _rows(path, pieces, array.ndim) if device_axis else pieces:
+        if isinstance(array, jax.Array):
+            pieces = _shards(array)
+        else:
+            pieces = [((), "the host", lambda array=array: array)]
+        if device_axis:
+            pieces = _rows(path, pieces, array.ndim)
+
+        for index, place, read in pieces:
             value = np.ascontiguousarray(read())
             digest = hashlib.blake2b(value.tobytes(), digest_size=16).digest()
             part = path, _describe(index)
@@ -243,7 +278,9 @@ def _array_of(path: str, leaf: PyTree) -> jax.Array | np.ndarray:
     if isinstance(leaf, torch.Tensor):
         return tensor_to_numpy(leaf.detach().cpu())
     if isinstance(leaf, jax.Array):
-        return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        # numpy has no dtype for a key of JAX, only for the words of one.
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(leaf) if is_key else leaf
     if isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
         return np.asarray(leaf)
     hint = " Give its state_dict()." if isinstance(leaf, torch.nn.Module) else ""
@@ -252,9 +289,10 @@ def _array_of(path: str, leaf: PyTree) -> jax.Array | np.ndarray:
 
 def _check_leaves(leaves: Sequence[dict[str, str]]) -> None:
     """Refuse trees that differ between processes in structure, shapes or dtypes."""
-    for process, found in enumerate(leaves):
-        for path in (leaves[0].keys() | found.keys()) if found != leaves[0] else ():
-            first, other = leaves[0].get(path, "nothing"), found.get(path, "nothing")
+    for process, of_process in enumerate(leaves):
+        for path in leaves[0].keys() | of_process.keys():
+            first = leaves[0].get(path, "nothing")
+            other = of_process.get(path, "nothing")
             if first != other:
                 raise AssertionError(
                     f"assert_replica_integrity: {path} is {first} in process 0 and {other} in process {process}."
@@ -264,26 +302,41 @@ def _check_leaves(leaves: Sequence[dict[str, str]]) -> None:
 def _difference(a: np.ndarray, b: np.ndarray, rtol: float, atol: float) -> float | None:
     """The largest difference of elements that are not close; None if all are."""
     kind = np.complex128 if np.iscomplexobj(b) else np.float64
-    wide_a, wide_b = a.astype(kind), b.astype(kind)
-    with np.errstate(invalid="ignore"):  # inf - inf
+    wide_a = a.astype(kind)
+    wide_b = b.astype(kind)
+    # inf - inf is NaN, with a warning of numpy's.
+    with np.errstate(invalid="ignore"):
         difference = np.abs(wide_a - wide_b)
-        if np.issubdtype(b.dtype, np.integer):  # float64 does not tell large ones apart
-            difference = np.subtract(np.maximum(a, b).astype(np.uint64), np.minimum(a, b).astype(np.uint64))
+        # float64 does not tell large integers apart.
+        if np.issubdtype(b.dtype, np.integer):
+            larger = np.maximum(a, b).astype(np.uint64)
+            smaller = np.minimum(a, b).astype(np.uint64)
+            difference = larger - smaller
+
         close = (a == b) | (np.isnan(wide_a) & np.isnan(wide_b))
         if rtol or atol:
             close |= difference <= atol + rtol * np.abs(wide_b)
-    return None if close.all() else float(f"{difference[~close].max():.3g}")
+    if close.all():
+        return None
+    return float(f"{difference[~close].max():.3g}")
 
 
 def _describe(index: tuple[slice, ...]) -> str:
-    parts = [":" if s == slice(None) else f"{s.start or 0}:{s.stop}" for s in index]
-    return f"[{', '.join(parts)}]" if {*parts} - {":"} else ""
+    if all(part == slice(None) for part in index):
+        return ""
+    parts = [":" if part == slice(None) else f"{part.start or 0}:{part.stop}" for part in index]
+    return f"[{', '.join(parts)}]"
 
 
 def _join(places: list[str]) -> str:
-    shown = places if len(places) <= 8 else [*places[:7], f"{len(places) - 7} more"]
-    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+    if len(places) > 8:
+        places = [*places[:7], f"{len(places) - 7} more"]
+    *others, last = places
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _with_paths(tree: PyTree) -> list[tuple[str, PyTree]]:
-    return [(jax.tree_util.keystr(path) or "the tensor", x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
+    leaves: list[tuple[str, PyTree]] = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        leaves.append((jax.tree_util.keystr(path) or "the tensor", leaf))
+    return leaves

@@ -76,12 +76,17 @@ def _check_thru(leaf: ArrayLike, num_devices: int) -> str | None:
 
 def _check_rng(leaf: ArrayLike, num_devices: int) -> str | None:
     if is_integer(leaf):
-        return None if 0 <= leaf <= MAX_SEED else f"is the seed {leaf}: give one from 0 to 2**32 - 1"
+        if 0 <= leaf <= MAX_SEED:
+            return None
+        return f"is the seed {leaf}: give one from 0 to 2**32 - 1"
+
     if is_typed_key(leaf):
         is_key = np.shape(leaf) == () and jax.random.key_impl(leaf) == "threefry2x32"
     else:
         is_key = getattr(leaf, "dtype", None) == np.uint32 and np.shape(leaf) == (2,)
-    return None if is_key else "is neither one key of JAX (jax.random.key(0), or its two words) nor an integer seed"
+    if is_key:
+        return None
+    return "is neither one key of JAX (jax.random.key(0), or its two words) nor an integer seed"
 
 
 def _split_key(words: torch.Tensor, num_devices: int) -> torch.Tensor:
@@ -131,13 +136,15 @@ class ArgKinds:
         self, fn: Callable[[ArgKind, PyTree], PyTree], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
     ) -> PyTree:
         """Apply `fn` to each kind and its argument; gives `(args, kwargs)`."""
-        found = tuple(fn(kind, value) for kind, value in zip(self._positional, args, strict=True))
-        return found, {name: fn(self._named[name], value) for name, value in kwargs.items()}
+        new_args = tuple(fn(kind, value) for kind, value in zip(self._positional, args, strict=True))
+        new_kwargs = {name: fn(self._named[name], value) for name, value in kwargs.items()}
+        return new_args, new_kwargs
 
     def items(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> Iterator[tuple[str, ArgKind, PyTree]]:
         """Each argument with its name and kind."""
         yield from zip(self.names, self._positional, args, strict=True)
-        yield from ((name, self._named[name], value) for name, value in kwargs.items())
+        for name, value in kwargs.items():
+            yield name, self._named[name], value
 
     def check(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree], num_devices: int) -> None:
         """Refuse arguments that were not announced, or that do not suit their kinds."""
@@ -147,12 +154,15 @@ class ArgKinds:
                 f"tpmap: {self._what} takes {len(self._positional)} positional arguments by its argtypes "
                 f"({announced}), and got {len(args)}. Arguments that are passed by name need an entry in kwargtypes."
             )
-        if unknown := [name for name in kwargs if name not in self._named]:
-            raise ValueError(
-                f"tpmap: {self._what} got the keyword {unknown[0]!r}, and its kwargtypes name {list(self._named)}."
-            )
-        given = self.items(args, kwargs)
-        faults = [fault for name, kind, value in given for fault in _faults(name, kind, value, num_devices)]
+        for name in kwargs:
+            if name not in self._named:
+                raise ValueError(
+                    f"tpmap: {self._what} got the keyword {name!r}, and its kwargtypes name {list(self._named)}."
+                )
+
+        faults: list[str] = []
+        for name, kind, value in self.items(args, kwargs):
+            faults += _faults(name, kind, value, num_devices)
         if faults:
             raise ValueError(f"tpmap: arguments of {self._what}:\n\n" + "\n".join(f"  {fault}" for fault in faults))
 
@@ -166,6 +176,7 @@ def _faults(name: str, kind: ArgKind, value: PyTree, num_devices: int) -> Iterat
         elif not _is_hashable(value):
             yield f'{name} is "static", and a {type(value).__name__} is not hashable: pass a tuple, a string, a number'
         return
+
     leaves = jax.tree_util.tree_leaves_with_path(value)
     if kind.needs_leaves and not leaves:
         yield f"{name} is {value!r}: it holds no tensor"
@@ -177,8 +188,10 @@ def _faults(name: str, kind: ArgKind, value: PyTree, num_devices: int) -> Iterat
             yield f'{where} is {leaf!r}, which is not a tensor: the kind of Python values is "static"'
         elif kind is not RNG and is_typed_key(leaf):
             yield f'{where} is a key of JAX: its kind is "rng"'
-        elif fault := kind.check(leaf, num_devices):
-            yield f"{where} {fault}"
+        else:
+            fault = kind.check(leaf, num_devices)
+            if fault:
+                yield f"{where} {fault}"
 
 
 def _is_hashable(value: object) -> bool:
@@ -268,7 +281,9 @@ def _prepare(kind: ArgKind, value: PyTree) -> PyTree:
     """An argument as the compiled program takes it: of static values only the type of the call, keys as words."""
     if kind is STATIC:
         return Static(value)
-    return jax.tree.map(_words, value) if kind is RNG else value
+    if kind is RNG:
+        return jax.tree.map(_words, value)
+    return value
 
 
 def _words(key: PyTree) -> jax.Array:
@@ -283,13 +298,16 @@ def _mapped(run: Pure, mesh: Mesh, kinds: ArgKinds) -> Pure:
 
     def local(values: list[jax.Array], key: Key, args: PyTree, kwargs: PyTree) -> PyTree:
         args, kwargs = kinds.map(_take_row, args, kwargs)
-        seeds = jax.tree.leaves([value for _, kind, value in kinds.items(args, kwargs) if kind is RNG])
-        if seeds:
-            key = jax.random.fold_in(wrap_seed(seeds[0]), _OF_TORCH)
+        seeds = [value for _, kind, value in kinds.items(args, kwargs) if kind is RNG]
+        words = jax.tree.leaves(seeds)
+        if words:
+            key = jax.random.fold_in(wrap_seed(words[0]), _OF_TORCH)
         elif key is not None:
             key = fold_axes(key, (axis,))
+
         args, kwargs = kinds.map(lambda kind, value: value.value if kind is STATIC else value, args, kwargs)
-        return jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), run(values, key, *args, **kwargs))
+        results = run(values, key, *args, **kwargs)
+        return jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), results)
 
     def whole(values: list[jax.Array], key: Key, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         specs = kinds.map(lambda kind, value: P(axis) if kind.spread else P(), args, kwargs)
@@ -301,18 +319,24 @@ def _mapped(run: Pure, mesh: Mesh, kinds: ArgKinds) -> Pure:
     return whole
 
 
-_OF_TORCH = 0x7470_6D61  # keeps what torch draws apart from what `f` makes of the same key by fold_in or split
+# Keeps what torch draws apart from what `f` makes of the same key by fold_in or split.
+_OF_TORCH = 0x7470_6D61
 
 
 def _spread(kind: ArgKind, value: PyTree, num_devices: int) -> PyTree:
     spread = kind.spread
     if spread is None:
         return value
-    return jax.tree.map(functools.partial(pure_of(lambda leaf: spread(leaf, num_devices)), None), value)
+
+    spread_leaf = functools.partial(pure_of(lambda leaf: spread(leaf, num_devices)), None)
+    return jax.tree.map(spread_leaf, value)
 
 
 def _take_row(kind: ArgKind, value: PyTree) -> PyTree:
-    return jax.tree.map(lambda rows: rows.squeeze(0), value) if kind.spread else value  # JAX refuses more rows than one
+    if kind.spread is None:
+        return value
+    # `shard_map` leaves a dim of one row. JAX refuses to squeeze more.
+    return jax.tree.map(lambda rows: rows.squeeze(0), value)
 
 
 def _join_of(wrap_return: PyTree) -> Callable[[PyTree], PyTree] | None:
