@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +22,18 @@ from jax.sharding import Mesh
 from torch import nn
 
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_kind
 from torch_shard._device import BatchLayout, to_cpu
-from torch_shard._plans import fsdp, fsdp_tp
 from torch_shard._sharding import ShardingPlan, check_mesh
 from torch_shard._state import TrainState
 from torch_shard._train import ApplyStep, TrainStep, make_apply
-from torch_shard._trainers import Updates
+from torch_shard._trainers import (
+    Plan,
+    Updates,
+    check_step_options,
+    evaluation_options,
+    precision_options,
+    resolve_plan,
+)
 
 try:
     import transformers
@@ -40,7 +45,6 @@ __all__ = ["OnMesh", "Trainer"]
 
 logger = logging.getLogger(__name__)
 
-Plan = ShardingPlan | Callable[[nn.Module, Mesh], ShardingPlan]
 _Base: Any = transformers.Trainer if TYPE_CHECKING else object
 
 _REFUSED = {
@@ -59,14 +63,9 @@ _REFUSED = {
 """Arguments that would change how transformers trains, with what says it here."""
 
 _BY_ARGUMENTS = {
-    "mesh": "mesh=",
-    "plan": "plan=",
     "accumulate_steps": "gradient_accumulation_steps of TrainingArguments",
     "clip_grad_norm": "max_grad_norm of TrainingArguments",
     "compute_dtype": "bf16 of TrainingArguments",
-    "local_batches": "nothing: a trainer has one process",
-    "compiled": "compile_cache, which finds the program by what is in it",
-    "trainable": "requires_grad of the parameters",
 }
 """Options of a step that are said otherwise."""
 
@@ -113,16 +112,14 @@ class OnMesh(_Base):
         **options: Any,
     ) -> None:
         self.mesh = check_mesh(mesh)
-        check_kind("step_options", step_options, Mapping | None)
-        self._plan, self._step_options = plan, dict(step_options or {})
+        self._plan = plan
+        self._step_options = check_step_options(type(self).__name__, step_options, _BY_ARGUMENTS)
         self._updates: Updates | None = None
         self._predictions: dict[tuple[object, ...], ApplyStep] = {}
         self._state_to_evaluate: TrainState | None = None
         self._microbatches: list[dict[str, PyTree]] = []
         self._update_metrics: dict[str, Any] = {}
         self._is_resumed = False
-        for name in self._step_options.keys() & _BY_ARGUMENTS.keys():
-            raise TypeError(f"{type(self).__name__}: step_options has {name!r}, which {_BY_ARGUMENTS[name]} says here.")
 
         super().__init__(*args, **options)
 
@@ -155,8 +152,9 @@ class OnMesh(_Base):
             The optimizer.
         """
         optimizer = super().create_optimizer(*([] if model is None else [model]))
+        # Accelerate wraps it, and a step takes torch's own.
         bare = optimizer
-        while hasattr(bare, "optimizer"):  # as accelerate wraps it
+        while hasattr(bare, "optimizer"):
             bare = bare.optimizer
         updates = self._updates
         if updates is None or updates.model is not self.model or updates.optimizer is not bare:
@@ -165,7 +163,8 @@ class OnMesh(_Base):
         return optimizer
 
     def _make_updates(self, optimizer: torch.optim.Optimizer) -> Updates:
-        options: dict[str, Any] = {"clip_grad_norm": self.args.max_grad_norm or None, **self._shared_options()}
+        options = precision_options(is_bf16=self._is_bf16)
+        options["clip_grad_norm"] = self.args.max_grad_norm or None
 
         # XLA merges what torch.utils.checkpoint would compute again with what was computed first. The step's own way of
         # doing so holds.
@@ -180,17 +179,8 @@ class OnMesh(_Base):
             self.model, self._loss_of, optimizer, mesh=self.mesh, plan=self._resolved_plan(), options=options
         )
 
-    def _shared_options(self) -> dict[str, Any]:
-        """What steps that train and steps that evaluate have in common."""
-        return {"compute_dtype": torch.bfloat16, "mixed_precision": "autocast"} if self._is_bf16 else {}
-
     def _resolved_plan(self) -> ShardingPlan:
-        if isinstance(self._plan, ShardingPlan):
-            return self._plan
-        if self._plan is not None:
-            return self._plan(self.model, self.mesh)
-        recipe = fsdp_tp if "model" in self.mesh.axis_names else fsdp
-        return recipe(self.model, self.mesh)
+        return resolve_plan(self._plan, self.model, self.mesh)
 
     def _num_row_shards(self) -> int:
         plan = self._resolved_plan()
@@ -222,7 +212,8 @@ class OnMesh(_Base):
         Returns:
             What the trainer returns.
         """
-        self._microbatches, self._is_resumed = [], bool(resume_from_checkpoint)
+        self._microbatches = []
+        self._is_resumed = bool(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **options)
 
     def training_step(
@@ -250,7 +241,8 @@ class OnMesh(_Base):
             return torch.zeros(())
 
         updates = self._begun()
-        microbatches, self._microbatches = self._microbatches, []
+        microbatches = self._microbatches
+        self._microbatches = []
         self._update_metrics = updates(microbatches)
         return torch.tensor(float(self._update_metrics["loss"]))
 
@@ -274,9 +266,10 @@ class OnMesh(_Base):
 
     def _loss_of(self, model: nn.Module, microbatch: dict[str, PyTree]) -> torch.Tensor:
         """What a microbatch adds to the loss of an update."""
-        inputs, num_items = dict(microbatch["inputs"]), microbatch["num_items_in_batch"]
+        # A trainer may take entries out of its inputs, as with its labels.
+        inputs = dict(microbatch["inputs"])
         with self._float32_outputs(model), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)
+            loss = self.compute_loss(model, inputs, num_items_in_batch=microbatch["num_items_in_batch"])
         return loss / microbatch["divisor"]
 
     @contextmanager
@@ -339,12 +332,16 @@ class OnMesh(_Base):
         if key not in self._predictions or self._predictions[key].model is not self.model:
             self._predictions[key] = self._make_prediction(prediction_loss_only, ignore_keys)
         apply = self._predictions[key]
+
+        # Outside of `evaluation_loop`, the model may have changed since the last call.
         state = self._state_to_evaluate
+        if state is None and self._updates is not None:
+            state = self._updates.state
         if state is None:
-            state = apply.of_model() if self._updates is None or self._updates.state is None else self._updates.state
-        outputs = apply(state, dict(inputs))
-        loss, logits, labels = (jax.tree.map(_on_host, outputs.get(name)) for name in ("loss", "logits", "labels"))
-        return loss, logits, labels
+            state = apply.of_model()
+
+        outputs = jax.tree.map(_on_host, apply(state, dict(inputs)))
+        return outputs.get("loss"), outputs.get("logits"), outputs.get("labels")
 
     def _make_prediction(self, prediction_loss_only: bool, ignore_keys: list[str] | None) -> ApplyStep:
         compute = super().prediction_step
@@ -352,17 +349,16 @@ class OnMesh(_Base):
         def predict(model: nn.Module, inputs: dict[str, PyTree]) -> dict[str, PyTree]:
             with self._float32_outputs(model):
                 outputs = compute(model, dict(inputs), prediction_loss_only, ignore_keys)
-            named = zip(("loss", "logits", "labels"), outputs, strict=True)
-            return {name: value for name, value in named if value is not None}
 
-        options = {
-            name: self._step_options[name]
-            for name in ("batch_spec", "mixed_precision", "scan_layers", "compile_cache")
-            if name in self._step_options
-        }
-        return make_apply(
-            self.model, mesh=self.mesh, plan=self._resolved_plan(), fn=predict, **self._shared_options() | options
-        )
+            # None is no output of a program.
+            present: dict[str, PyTree] = {}
+            for name, value in zip(("loss", "logits", "labels"), outputs, strict=True):
+                if value is not None:
+                    present[name] = value
+            return present
+
+        options = evaluation_options(self._step_options, is_bf16=self._is_bf16)
+        return make_apply(self.model, mesh=self.mesh, plan=self._resolved_plan(), fn=predict, **options)
 
 
 class Trainer(OnMesh, transformers.Trainer):
@@ -394,11 +390,12 @@ class Trainer(OnMesh, transformers.Trainer):
 
 def _check_arguments(name: str, args: transformers.TrainingArguments) -> None:
     """Refuse what cannot be meant on a mesh, all at once."""
-    faults = [
-        f"  {argument}={getattr(args, argument)!r}: {instead}."
-        for argument, instead in _REFUSED.items()
-        if getattr(args, argument, None)
-    ]
+    faults: list[str] = []
+    for argument, instead in _REFUSED.items():
+        # Which arguments there are depends on the version of transformers.
+        value = getattr(args, argument, None)
+        if value:
+            faults.append(f"  {argument}={value!r}: {instead}.")
     if (getattr(args, "activation_checkpointing_kwargs", None) or {}).get("offload"):
         faults.append("  activation_checkpointing_kwargs offload: step_options={'offload': 'activations'} is there.")
     if args.mixed_precision not in ("no", "bf16", "fp16"):
@@ -446,10 +443,13 @@ def _arguments_on_mesh(kind: type[Any]) -> type[Any]:
             return torch.device("cpu")
 
         def __reduce__(self) -> tuple[object, ...]:
-            values = {name: value for name, value in vars(self).items() if name != "_num_row_shards"}
+            values = dict(vars(self))
+            del values["_num_row_shards"]
             return object.__new__, (kind,), values
 
-    OnMeshArguments.__name__, OnMeshArguments.__qualname__ = kind.__name__, kind.__qualname__
+    # What a trainer prints and what `torch.save` writes shows the class that the user knows.
+    OnMeshArguments.__name__ = kind.__name__
+    OnMeshArguments.__qualname__ = kind.__qualname__
     OnMeshArguments.__module__ = kind.__module__
     return OnMeshArguments
 

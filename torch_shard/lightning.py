@@ -27,14 +27,19 @@ from torch.utils import _pytree as torch_pytree
 from torch_shard._capture import effects_of_capture
 from torch_shard._common.patching import patched
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_kind
 from torch_shard._device import to_cpu
 from torch_shard._interop import torch_view
-from torch_shard._plans import fsdp, fsdp_tp
 from torch_shard._sharding import ShardingPlan, check_mesh
 from torch_shard._state import TrainState
 from torch_shard._train import ApplyStep, TrainStep, make_apply
-from torch_shard._trainers import Updates
+from torch_shard._trainers import (
+    Plan,
+    Updates,
+    check_step_options,
+    evaluation_options,
+    precision_options,
+    resolve_plan,
+)
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -49,18 +54,11 @@ else:
 
 __all__ = ["OnMesh"]
 
-Plan = ShardingPlan | Callable[[nn.Module, Mesh], ShardingPlan]
-
 _BY_TRAINER = {
-    "mesh": "mesh=",
-    "plan": "plan=",
     "accumulate_steps": "accumulate_grad_batches of the Trainer",
     "clip_grad_norm": "gradient_clip_val of the Trainer",
     "clip_grad_value": "gradient_clip_val of the Trainer, with gradient_clip_algorithm='value'",
     "compute_dtype": "precision='bf16-mixed' of the Trainer",
-    "local_batches": "nothing: a trainer has one process",
-    "compiled": "compile_cache, which finds the program by what is in it",
-    "trainable": "requires_grad of the parameters",
 }
 """Options of a step that are said otherwise."""
 
@@ -125,8 +123,14 @@ class _Notes:
 
 def _key(template: Any) -> Hashable:
     leaves, tree = torch_pytree.tree_flatten(template)
-    plain = (_Slot, str, int, float, bool, complex, type(None))
-    return str(tree), tuple((type(leaf), repr(leaf)) if isinstance(leaf, plain) else id(leaf) for leaf in leaves)
+    keys: list[Hashable] = []
+    for leaf in leaves:
+        if isinstance(leaf, _Slot | str | int | float | complex | None):
+            # The repr tells 0.0 and -0.0 apart, the type 1 and True.
+            keys.append((type(leaf), repr(leaf)))
+        else:
+            keys.append(id(leaf))
+    return str(tree), tuple(keys)
 
 
 class _Notebook:
@@ -177,7 +181,8 @@ class _Recorder:
     @staticmethod
     def _number(value: Any) -> torch.Tensor:
         """A number as Lightning takes it; as a constant of the program, whose change is noticed."""
-        if (effects := effects_of_capture()) is not None:
+        effects = effects_of_capture()
+        if effects is not None:
             value = effects.as_tensors(value)
         return torch.as_tensor(value).to(torch.get_default_dtype())
 
@@ -194,7 +199,9 @@ class _Sink:
     """
 
     def __init__(self, name: str) -> None:
-        self.name, self.items, self.appended = name, list[Any](), list[Any]()
+        self.name = name
+        self.items: list[Any] = []
+        self.appended: list[Any] = []
 
     def append(self, item: Any) -> None:
         self.appended.append(item)
@@ -241,35 +248,43 @@ class _Aside:
     """
 
     def __init__(self) -> None:
-        self._read, self._written = set[str](), set[str]()
+        # By name: what a step was seen to read, and to set to tensors.
+        self._read: set[str] = set()
+        self._written: set[str] = set()
+        # By path, for lists.
         self._sinks: dict[tuple[Any, ...], _Sink] = {}
-        self._lists_of_tensors, self._other_lists = set[tuple[Any, ...]](), set[tuple[Any, ...]]()
+        self._lists_of_tensors: set[tuple[Any, ...]] = set()
+        self._other_lists: set[tuple[Any, ...]] = set()
         self._attributes: dict[str, Any] = {}
 
     @contextlib.contextmanager
     def put(self, module: nn.Module) -> Iterator[None]:
         """Put aside the attributes that no step reads, and lists that only get tensors."""
-        here, read = vars(module), (_only_read_by_steps(type(module)) - self._written) | self._read | _OF_LIGHTNING
-        self._attributes = {name: value for name, value in here.items() if name not in read}
+        attributes = vars(module)
+        read_by_steps = _only_read_by_steps(type(module)) - self._written
+        stay = read_by_steps | self._read | _OF_LIGHTNING
+        self._attributes = {name: value for name, value in attributes.items() if name not in stay}
         for name in self._attributes:
-            del here[name]
+            del attributes[name]
 
-        lists = [
-            (path, owner, key, owner[key])
-            for path, owner, key in _places_of_lists(module)
-            if path not in self._other_lists and (path in self._lists_of_tensors or not owner[key])
-        ]
-        for path, owner, key, items in lists:
+        replaced: list[tuple[Any, Any, list[Any]]] = []
+        for path, owner, key in _places_of_lists(module):
+            items = owner[key]
+            # Until a step was seen to append to it, a list with items may be one that the step reads.
+            if path in self._other_lists or (items and path not in self._lists_of_tensors):
+                continue
             sink = self._sinks.setdefault(path, _Sink(f"{type(module).__name__}.{path[0]}"))
             sink.items = items
             owner[key] = sink
+            replaced.append((owner, key, items))
         try:
             yield
         finally:
-            for _, owner, key, items in lists:
+            for owner, key, items in replaced:
                 owner[key] = items
+            # A number that the step has set may be there, which stays.
             for name, value in self._attributes.items():
-                here.setdefault(name, value)  # a number of the step may be there
+                attributes.setdefault(name, value)
 
     @contextlib.contextmanager
     def captured(self, module: nn.Module) -> Iterator[tuple[dict[tuple[Any, ...], list[Any]], dict[str, Any]]]:
@@ -278,7 +293,8 @@ class _Aside:
         Returns:
             Items by the path of their list, and values by name, which are there when the context is left.
         """
-        appended, assigned = dict[tuple[Any, ...], list[Any]](), dict[str, Any]()
+        appended: dict[tuple[Any, ...], list[Any]] = {}
+        assigned: dict[str, Any] = {}
         before = dict(vars(module))
         for sink in self._sinks.values():
             sink.appended = []
@@ -289,10 +305,12 @@ class _Aside:
             if _has_tensor(sink.appended):
                 self._lists_of_tensors.add(path)
                 appended[path] = sink.appended
-            elif sink.appended:  # numbers, which the capture itself does again
+            elif sink.appended:
+                # Numbers: the capture itself appends them again after each step.
                 self._other_lists.add(path)
                 raise _Again
             sink.appended = []
+
         for name, value in list(vars(module).items()):
             if value is not before.get(name) and _has_tensor(value):
                 self._written.add(name)
@@ -320,8 +338,11 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forw
 @functools.cache
 def _only_read_by_steps(cls: type[Any]) -> frozenset[str]:
     """Names that the steps of a module, and functions of its class that they name, read as attributes and never set."""
-    read, assigned, functions = set[str](), set[str](), list[str](_STEPS)
-    for name in functions:  # which grows
+    read: set[str] = set()
+    assigned: set[str] = set()
+    # The list grows while it is walked: a function that a step names is followed too.
+    functions: list[str] = [*_STEPS]
+    for name in functions:
         for owner in cls.__mro__:
             if owner.__module__.split(".")[0] in ("torch", "lightning", "pytorch_lightning", "builtins"):
                 continue
@@ -340,11 +361,11 @@ def _only_read_by_steps(cls: type[Any]) -> frozenset[str]:
 def _settings_of(module: nn.Module) -> dict[str, Any]:
     """The plain values of a module that its steps read."""
     read = _only_read_by_steps(type(module)) - _OF_LIGHTNING
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if name in read and isinstance(value, bool | int | float | str)
-    }
+    settings: dict[str, Any] = {}
+    for name, value in vars(module).items():
+        if name in read and isinstance(value, bool | int | float | str):
+            settings[name] = value
+    return settings
 
 
 _ATTRIBUTE_READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
@@ -352,8 +373,12 @@ _ATTRIBUTE_READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 
 def _codes_of(value: Any) -> Iterator[types.CodeType]:
     """The code of a function, a property or a method, with that of functions within."""
-    for name in ("fget", "__func__", "__wrapped__", "func"):  # of what stands around a function
-        yield from _codes_of(getattr(value, name, None)) if value is not None else ()
+    if value is None:
+        return
+    # Where properties, methods, decorated functions and partial functions keep what they call.
+    for name in ("fget", "__func__", "__wrapped__", "func"):
+        yield from _codes_of(getattr(value, name, None))
+
     code = getattr(value, "__code__", value)
     if isinstance(code, types.CodeType):
         yield code
@@ -443,19 +468,18 @@ class OnMesh(pl.strategies.SingleDeviceStrategy):
     strategy_name = "torch_shard"
 
     def __init__(self, *, mesh: Mesh, plan: Plan | None = None, step_options: Mapping[str, Any] | None = None) -> None:
-        check_kind("step_options", step_options, Mapping | None)
         super().__init__(device="cpu")
         self.mesh = check_mesh(mesh)
-        self._plan, self._step_options = plan, dict(step_options or {})
-        self._notebook, self._aside = _Notebook(), _Aside()
+        self._plan = plan
+        self._step_options = check_step_options("OnMesh", step_options, _BY_TRAINER)
+        self._notebook = _Notebook()
+        self._aside = _Aside()
         self._updates: Updates | None = None
         self._applies: dict[Hashable, ApplyStep] = {}
         self._state_to_evaluate: TrainState | None = None
         self._microbatches: list[dict[str, PyTree]] = []
         self._settings: dict[str, Any] = {}
         self._next_step = 0
-        for name in self._step_options.keys() & _BY_TRAINER.keys():
-            raise TypeError(f"OnMesh: step_options has {name!r}, which {_BY_TRAINER[name]} says here.")
 
     # ---- what is settled before anything runs ----
 
@@ -484,11 +508,13 @@ class OnMesh(pl.strategies.SingleDeviceStrategy):
         assert module is not None
         _check(trainer, module)
         super().setup(trainer)
-        self._state_to_evaluate, self._microbatches = None, []
+        self._state_to_evaluate = None
+        self._microbatches = []
         if any(apply.model is not module for apply in self._applies.values()):
             self._applies = {}
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            loop.inference_mode = False  # in which no tensors of the device jax can be made
+            # In inference mode no tensors of the device jax can be made.
+            loop.inference_mode = False
         if trainer.state.fn == "fit":
             self._present_updates().step(trainer.accumulate_grad_batches)
 
@@ -507,7 +533,8 @@ class OnMesh(pl.strategies.SingleDeviceStrategy):
         return self.lightning_module.trainer
 
     def _present_updates(self) -> Updates:
-        module, updates = self.lightning_module, self._updates
+        module = self.lightning_module
+        updates = self._updates
         assert module is not None
         if updates is not None and updates.model is module and updates.optimizer is self.optimizers[0]:
             return updates
@@ -515,26 +542,21 @@ class OnMesh(pl.strategies.SingleDeviceStrategy):
         trainer = self._trainer
         clips_values = str(getattr(trainer.gradient_clip_algorithm, "value", "")) == "value"
         clip = "clip_grad_value" if clips_values else "clip_grad_norm"
-        options = {clip: trainer.gradient_clip_val or None, **self._shared_options(), **self._step_options}
+        options = precision_options(is_bf16=self._is_bf16)
+        options[clip] = trainer.gradient_clip_val or None
+        options |= self._step_options
         self._updates = Updates(
             module, self._loss_of, self.optimizers[0], mesh=self.mesh, plan=self._resolved_plan(), options=options
         )
         return self._updates
 
-    def _shared_options(self) -> dict[str, Any]:
-        """What steps that train and steps that evaluate have in common."""
-        is_bf16 = self.precision_plugin.precision == "bf16-mixed"
-        return {"compute_dtype": torch.bfloat16, "mixed_precision": "autocast"} if is_bf16 else {}
+    @property
+    def _is_bf16(self) -> bool:
+        return self.precision_plugin.precision == "bf16-mixed"
 
     def _resolved_plan(self) -> ShardingPlan:
-        if isinstance(self._plan, ShardingPlan):
-            return self._plan
-        module = self.lightning_module
-        assert module is not None
-        if self._plan is not None:
-            return self._plan(module, self.mesh)
-        recipe = fsdp_tp if "model" in self.mesh.axis_names else fsdp
-        return recipe(module, self.mesh)
+        assert self.lightning_module is not None
+        return resolve_plan(self._plan, self.lightning_module, self.mesh)
 
     @property
     def train_step(self) -> TrainStep:
@@ -563,7 +585,8 @@ class OnMesh(pl.strategies.SingleDeviceStrategy):
                 "update BatchNorm. The callback EMAWeightAveraging averages without."
             )
         if loop.batch_idx % trainer.accumulate_grad_batches == 0:
-            self._microbatches = []  # those of an epoch that was left: Lightning forgets their gradients, too
+            # Those of an epoch that was left: Lightning forgets their gradients, too.
+            self._microbatches = []
             self._settings = _settings_of(trainer.lightning_module)
         microbatch = self._with_numbers("training_step", batch, args)
         if trainer.accumulate_grad_batches > 1:
@@ -575,14 +598,17 @@ class OnMesh(pl.strategies.SingleDeviceStrategy):
 
         self._refuse_changed_settings()
         updates = self._begun()
-        microbatches, self._microbatches = self._microbatches, []
+        microbatches = self._microbatches
+        self._microbatches = []
         notes_of_all = self._run(updates, microbatches)["notes"]
         self._next_step = trainer.global_step + 1
 
         output = None
         for notes, each in zip(notes_of_all, microbatches, strict=True):
+            # What is logged is weighted by the rows of its own microbatch.
             if trainer._results is not None:
-                trainer._results.batch, trainer._results.batch_size = each["batch"], None
+                trainer._results.batch = each["batch"]
+                trainer._results.batch_size = None
             output = self._do_again(notes)
         return output
 
@@ -600,7 +626,8 @@ class OnMesh(pl.strategies.SingleDeviceStrategy):
 
     def _begun(self) -> Updates:
         """The run, which a first step begins, or a step that comes after a checkpoint was loaded."""
-        updates, trainer = self._present_updates(), self._trainer
+        updates = self._present_updates()
+        trainer = self._trainer
         if updates.state is None:
             updates.begin(trainer.accumulate_grad_batches, seed=torch.initial_seed() % 2**32)
             self._next_step = 0
@@ -693,7 +720,8 @@ class OnMesh(pl.strategies.SingleDeviceStrategy):
             self._applies[key] = self._make_apply(*key)
         apply = self._applies[key]
         numbered = self._with_numbers(kind, batch, args[:1])
-        return self._do_again(self._run(apply, self._state_for(apply), numbered), on_host=kind == "predict_step")
+        notes = self._run(apply, self._state_for(apply), numbered)
+        return self._do_again(notes, on_host=kind == "predict_step")
 
     def _state_for(self, apply: ApplyStep) -> TrainState:
         if self._trainer.state.fn == "fit":
@@ -707,18 +735,13 @@ class OnMesh(pl.strategies.SingleDeviceStrategy):
         return self._state_to_evaluate
 
     def _make_apply(self, kind: str, loader_number: int | None, is_read: bool) -> ApplyStep:
-        options = {
-            name: self._step_options[name]
-            for name in ("batch_spec", "mixed_precision", "scan_layers", "compile_cache")
-            if name in self._step_options
-        }
         assert self.lightning_module is not None
         return make_apply(
             self.lightning_module,
             mesh=self.mesh,
             plan=self._resolved_plan(),
             fn=functools.partial(self._notes_of, kind, loader_number, "all" if is_read else "none"),
-            **self._shared_options() | options,
+            **evaluation_options(self._step_options, is_bf16=self._is_bf16),
         )
 
     def _notes_of(self, kind: str, loader_number: int | None, returned: str, model: Any, batch: Any) -> PyTree:
@@ -778,9 +801,15 @@ class OnMesh(pl.strategies.SingleDeviceStrategy):
             needed: Any = {"loss": output.get("loss")}
         else:
             needed = None if returned == "none" else output
-        appended, assigned, needed = map(recorder.template, (appended, assigned, needed))
-        number = self._notebook.write(_Notes(recorder.logged, appended, assigned, needed))
-        tensors = recorder.tensors or [torch.zeros(())]  # a program returns something
+        notes = _Notes(
+            logged=recorder.logged,
+            appended=recorder.template(appended),
+            assigned=recorder.template(assigned),
+            output=recorder.template(needed),
+        )
+        number = self._notebook.write(notes)
+        # A program returns something, whatever the step does.
+        tensors = recorder.tensors or [torch.zeros(())]
         return output, {str(number): tensors}
 
     def _do_again(self, notes_of_program: Mapping[str, Sequence[jax.Array]], *, on_host: bool = False) -> Any:
@@ -859,7 +888,8 @@ def _overrides(owner: Any, hook: str) -> bool:
 
 def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Refuse what cannot be meant on a mesh, all at once."""
-    name, faults = type(module).__name__, list[str]()
+    name = type(module).__name__
+    faults: list[str] = []
 
     if trainer.precision not in ("32-true", "bf16-mixed"):
         faults.append(f"precision={trainer.precision!r}: use 'bf16-mixed' or '32-true'.")
@@ -875,7 +905,9 @@ def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         )
     if module._compiler_ctx is not None:
         faults.append(f"torch.compile({name}): fit the module itself, the step is compiled as a whole.")
-    for hook, instead in _GRADIENT_HOOKS.items() if trainer.state.fn == "fit" else ():
+    # What only evaluates calls none of these.
+    hooks = _GRADIENT_HOOKS if trainer.state.fn == "fit" else {}
+    for hook, instead in hooks.items():
         if _overrides(module, hook):
             faults.append(f"{name}.{hook}: {instead}.")
         for callback in trainer.callbacks:
@@ -901,6 +933,5 @@ def _leave_other_signals(trainer: pl.Trainer) -> None:
     """
     connector = trainer._signal_connector
     noted: dict[Any, Any] = connector._original_handlers
-    connector._original_handlers = {
-        number: handler for number, handler in noted.items() if signal.getsignal(number) is not handler
-    }
+    changed = [number for number, handler in noted.items() if signal.getsignal(number) is not handler]
+    connector._original_handlers = {number: noted[number] for number in changed}

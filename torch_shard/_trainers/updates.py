@@ -47,8 +47,10 @@ def _loss_of_one(
     loss_of: LossOf, num_microbatches: int, model: Any, microbatch: PyTree
 ) -> tuple[torch.Tensor, dict[str, PyTree]]:
     loss, notes = _parts(loss_of(model, microbatch))
-    one_by_one = jax.tree.map(lambda tensor: tensor[None], notes)  # not to be averaged over microbatches
-    return loss * num_microbatches, {_NOTES: one_by_one}  # the step takes the mean of the losses
+    # With a dim of their own, the notes of microbatches are joined by a step, and not averaged.
+    one_by_one = jax.tree.map(lambda tensor: tensor[None], notes)
+    # A step takes the mean of the losses.
+    return loss * num_microbatches, {_NOTES: one_by_one}
 
 
 def _parts(loss_and_notes: torch.Tensor | tuple[torch.Tensor, PyTree]) -> tuple[torch.Tensor, PyTree]:
@@ -82,11 +84,16 @@ class Updates:
         plan: ShardingPlan,
         options: Mapping[str, Any],
     ) -> None:
-        self.model, self.optimizer, self.state = model, optimizer, None
-        self._loss_of, self._mesh, self._plan, self._options = loss_of, mesh, plan, dict(options)
+        self.model = model
+        self.optimizer = optimizer
+        self.state = None
+        self._loss_of = loss_of
+        self._mesh = mesh
+        self._plan = plan
+        self._options = dict(options)
         self.layout = BatchLayout(mesh, self._options.get("batch_spec"), plan.context, rows=plan.rows)
         self._steps: dict[tuple[int, bool], TrainStep] = {}
-        self._is_told = False
+        self._has_warned = False
 
     state: TrainState | None
     """The last state; None before `begin`."""
@@ -134,7 +141,8 @@ class Updates:
     def go_on_from(self, num_steps: int) -> None:
         """Draw random numbers as after this many steps."""
         assert self.state is not None
-        state = present_state(self.state)  # with what was loaded into the model: another state does not take it up
+        # With what was loaded into the model, which another state would not take up.
+        state = present_state(self.state)
         self.state = dataclasses.replace(state, step=state.step - state.step + num_steps)
 
     def __call__(self, microbatches: Sequence[PyTree]) -> dict[str, PyTree]:
@@ -145,28 +153,33 @@ class Updates:
             each microbatch.
         """
         assert self.state is not None
+        batch: PyTree = list(microbatches)
+        faults = self._faults(batch)
+
+        # One batch, if the microbatches are alike and the rows of all divide.
         joined = self._joined(microbatches) if len(microbatches) > 1 else None
-        batch: PyTree = list(microbatches) if joined is None else joined
-        is_split = not self._faults(batch)
-        if joined is not None and not is_split:
-            batch, joined = list(microbatches), None
-        if not is_split and not self._is_told:
-            self._is_told = True
-            faults = "\n".join(self._faults(batch)[:4])
+        is_joined = joined is not None and not self._faults(joined)
+        if is_joined:
+            batch, faults = joined, []
+
+        is_split = not faults
+        if not is_split and not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "%s: a batch that does not divide over the mesh is computed whole on each device, which takes longer. "
                 "That is well for the last batch of an epoch; else choose a size that divides:\n%s",
                 caller(),
-                faults,
+                "\n".join(faults[:4]),
             )
-        step = self.step(1 if joined is None else len(microbatches), is_split=is_split)
+
+        step = self.step(len(microbatches) if is_joined else 1, is_split=is_split)
         self.state, metrics = step(self.state, batch)
-        if joined is not None:
-            notes = metrics[_NOTES]
-            metrics[_NOTES] = [
-                jax.tree.map(lambda stacked, number=number: stacked[number, 0], notes)
-                for number in range(len(microbatches))
-            ]
+        if is_joined:
+            stacked_notes = metrics[_NOTES]
+            metrics[_NOTES] = []
+            for number in range(len(microbatches)):
+                notes = jax.tree.map(lambda stacked, number=number: stacked[number, 0], stacked_notes)
+                metrics[_NOTES].append(notes)
         return metrics
 
     def _faults(self, batch: PyTree) -> list[str]:
