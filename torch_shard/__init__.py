@@ -28,9 +28,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
         Rows,
         Run,
         Utilization,
-        bucket,
         fit,
-        pack,
     )
     from torch_shard._generate import generate
     from torch_shard._hosts import Launch, broadcast, initialize
@@ -129,7 +127,6 @@ __all__ = [
     "Utilization",
     "assert_replica_integrity",
     "broadcast",
-    "bucket",
     "call_jax",
     "call_torch",
     "collectives",
@@ -167,7 +164,6 @@ __all__ = [
     "materialize",
     "optim",
     "override",
-    "pack",
     "place",
     "plans",
     "prove",

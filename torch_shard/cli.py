@@ -1,4 +1,4 @@
-"""The command line: `torch-shard demo`, `preview`, `prove`, `tune`, `inspect`, `convert`, `tutorials`."""
+"""The command line: `torch-shard demo`, `preview`, `prove`, `tune`, `inspect`, `tutorials`."""
 
 import contextlib
 import logging
@@ -375,29 +375,6 @@ def inspect(
         damage = find_damage(path)
         typer.echo("damaged: " + "; ".join(damage) if damage else "whole: every file has its checksum")
         raise typer.Exit(1 if damage else 0)
-
-
-@app.command()
-def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="Safetensors, torch files, or a checkpoint.")],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="A file, or a directory.")],
-    to: Annotated[
-        str | None,
-        typer.Option(help="safetensors, torch or checkpoint; by default what the suffix of DST says, or safetensors."),
-    ] = None,
-) -> None:
-    """Write weights anew in another format: safetensors, what torch.save writes, or a checkpoint.
-
-    Sources are files, Hugging Face's directories and index files, and checkpoints. Names and values stay as they are.
-    """
-    _check_path(source, "SRC")
-    from torch_shard._io import FORMATS, convert_weights
-
-    _begin()
-    if to not in (None, *FORMATS):
-        raise typer.BadParameter(f"must be one of {', '.join(FORMATS)}, got {to!r}.", param_hint="--to")
-    with _as_usage("SRC DST"):
-        typer.echo(f"written: {convert_weights(source, target, to=to)}")
 
 
 @app.command()

@@ -15,7 +15,7 @@ HEAVY = ("torch", "jax", "jaxlib", "torchax", "optax", "numpy", "orbax", "matplo
 CALLS = [["--help"], ["--version"], ["tutorials"], ["demo", "--help"], []]
 MISSING = [
     *(["preview", "none.py"], ["prove", "none.py"], ["tune", "none.py"], ["replay", "none.py", "none"]),
-    *(["inspect", "none"], ["convert", "none", "out"]),
+    ["inspect", "none"],
 ]
 
 COMMAND = f"""

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 import torch_shard as ts
 from tests.tables.cases import make_mesh
-from torch_shard._io.convert import convert_weights
 
 WEIGHTS = {"weight": torch.arange(32.0).view(8, 4), "bias": torch.ones(8)}
 
@@ -202,15 +201,6 @@ def test_parts_without_their_index_are_no_whole(kind: str, tmp_path: pathlib.Pat
         load(tmp_path, loads)
 
 
-# From one format to the other.
 def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
     same = all(torch.equal(found[n], t.cpu()) and found[n].dtype == t.dtype for n, t in wanted.items())
     return found.keys() == wanted.keys() and same
-
-
-def test_what_a_file_is_shows_in_its_content(tmp_path: pathlib.Path) -> None:
-    save_file(WEIGHTS, tmp_path / "some")
-    torch.save(WEIGHTS, tmp_path / "other")
-    convert_weights(tmp_path / "some", tmp_path / "a.pt")
-    convert_weights(tmp_path / "other", tmp_path / "a.safetensors")
-    assert equal(torch.load(tmp_path / "a.pt", weights_only=True), load_file(tmp_path / "a.safetensors"))

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 import torch_shard as ts
 from tests.tables.checkpointed import flip_a_bit
-from torch_shard._io.convert import find_checkpoint
+from torch_shard._io.inventory import find_checkpoint
 from torch_shard.cli import app
 
 

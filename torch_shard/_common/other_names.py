@@ -37,6 +37,9 @@ _HERE = {
     "The number of this process is jax.process_index(), that of all jax.process_count().": (
         "get_rank get_world_size is_main_process local_rank process_index rank world_size"
     ),
+    "A collator pads to few lengths, pad_to_multiple_of= of transformers; TRL packs, SFTConfig(packing=True).": (
+        "bucket pack packing"
+    ),
     "A plan and its rules are of jax.sharding: from jax.sharding import PartitionSpec as P.": "P PartitionSpec",
 }
 _ANSWERS = {name: answer for answer, names in _HERE.items() for name in names.split()}

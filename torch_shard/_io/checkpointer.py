@@ -343,7 +343,7 @@ class Checkpointer:
             step: Which one; by default the newest. One that is damaged is then passed over, with a warning.
             params_only: Take parameters and buffers alone, and start anew at step 0, with the optimiser of
                 `train_step`, whichever the checkpoint was written with. Buffers that are in no `state_dict` are the
-                model's, if the checkpoint lacks them (as one of `torch-shard convert` does).
+                model's, if the checkpoint lacks them.
             seed: Of the new start, as for `train_step.init`.
 
         Raises:
