@@ -33,7 +33,6 @@ from torch_shard._lowering.ops import (
     report_context,
     report_experts,
     untie_gradients,
-    world_of_one,
 )
 from torch_shard._lowering.ops.constrained import CONSTRAINED, LAID, constrained, spec_apart
 from torch_shard._lowering.ops.context import SPLIT, OverContext

@@ -18,7 +18,6 @@ from torch_shard._common.types import PyTree
 from torch_shard._device import JaxTensor, ReplayRNG, to_cpu, to_host_by_name
 from torch_shard._hosts import follow
 from torch_shard._loss import EFFECTS, LossProgram, program_for, split_loss
-from torch_shard._lowering import world_of_one
 from torch_shard._sharding import Stacks, constrain_stacks, with_values
 from torch_shard._state import TrainState
 from torch_shard._train.comparison import Values, array_of, numbers_of
@@ -117,7 +116,7 @@ class Replay:
 
     def forward(self, batch: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
         """The loss and metrics of a microbatch."""
-        with self._precision.active("cpu"), undone(self._effects), world_of_one(), _FromDevice():
+        with self._precision.active("cpu"), undone(self._effects), _FromDevice():
             return split_loss(self._step.loss_fn(self.model, batch))
 
     def backward(self, loss: torch.Tensor) -> None:

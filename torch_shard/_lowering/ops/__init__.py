@@ -30,7 +30,6 @@ from torch_shard._lowering.ops import (
 )
 from torch_shard._lowering.ops.attention_report import find_written_out, report_attention, report_context
 from torch_shard._lowering.ops.experts import report_experts
-from torch_shard._lowering.ops.process_groups import world_of_one
 from torch_shard._lowering.ops.registry import (
     LOWERINGS,
     ON_MESH,
