@@ -1,7 +1,7 @@
 """`torch.distributed` within a captured function is refused: one program has the rows of all processes.
 
 A sum over processes that DINO's center or the gathered features of CLIP need between the processes of DDP is here a sum
-over rows. With several JAX processes, each of which runs the program of all rows, it would count each row several times.
+over rows. With several JAX processes, each of which runs the program of all rows, it would count rows several times.
 """
 
 import functools
