@@ -262,22 +262,6 @@ REFUSED: dict[str, dict[str, str]] = {
         'ts.plans.from_dtensor(model, mesh, {}, tp="batch", ndim=0)': "ValueError: plans.from_dtensor: 1 thing cannot be read. ndim=0 must be a positive integer.",
         "ts.plans.from_dtensor(model, mesh, {}, tp=None)": "TypeError: plans.from_dtensor: tp must be a str, got NoneType.",
     },
-    "plans.from_accelerate": {
-        "ts.plans.from_accelerate(5)": "TypeError: plans.from_accelerate: model must be a Module, got int.",
-        "ts.plans.from_accelerate(model, 5)": "TypeError: plans.from_accelerate: parallelism_config must be a ParallelismConfig of accelerate, or have some of its attributes",
-        'ts.plans.from_accelerate(model, devices="cpu")': "ValueError: make_mesh: devices must be a sequence of different JAX devices",
-    },
-    "plans.from_logical": {
-        "ts.plans.from_logical(5, mesh, [])": "TypeError: plans.from_logical: model must be a Module, got int.",
-        "ts.plans.from_logical(model, 5, [])": "TypeError: plans.from_logical: mesh must be a jax.sharding.Mesh, got int.",
-        'ts.plans.from_logical(model, mesh, {"embed": "batch"})': "TypeError: plans.from_logical: rules must be a sequence of pairs, as in",
-        'ts.plans.from_logical(model, mesh, [("embed", 5), "mlp", ("a", ["x", 3])])': "TypeError: plans.from_logical: a rule is a logical name with an axis, several or None. These are not: ('embed', 5) 'mlp' ('a', ['x', 3])",
-        "ts.plans.from_logical(model, mesh, [], names=5)": "TypeError: plans.from_logical: names must be a Mapping or None, got int.",
-        "ts.plans.from_logical(model, mesh, [], activations=[])": "TypeError: plans.from_logical: activations must be a Mapping or None, got list.",
-        'ts.plans.from_logical(model, mesh, [], names={"layer.bias": 5})': "TypeError: plans.from_logical: names of dims are names, tuples of them or None, one for each dim. These are not: 'layer.bias': 5",
-        'ts.plans.from_logical(model, mesh, [], names={"layer.bias": "embed"})': "TypeError: plans.from_logical: names of dims are names, tuples of them or None, one for each dim. These are not: 'layer.bias': 'embed'",
-        'ts.plans.from_logical(model, mesh, [], activations={"layer": (5,)})': "TypeError: plans.from_logical: names of dims are names, tuples of them or None, one for each dim. These are not: 'layer': (5,)",
-    },
     "initialize": {
         'ts.initialize("node001")': "ValueError: initialize: the coordinator's address must be host:port, found coordinator_address='node001'.",
         "ts.initialize(num_processes=0)": "ValueError: initialize: the number of processes must be a positive integer, found num_processes=0.",
