@@ -35,7 +35,6 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from torch_shard._generate import generate
     from torch_shard._hosts import Launch, broadcast, initialize
     from torch_shard._inspect import (
-        Drawing,
         Explanation,
         NanReport,
         Proof,
@@ -44,7 +43,6 @@ if TYPE_CHECKING or not _IS_COMMAND:
         explain_capture,
         find_nan,
         prove,
-        visualize_sharding,
     )
     from torch_shard._interop import (
         Kernel,
@@ -105,7 +103,6 @@ __all__ = [
     "ConstrainedValue",
     "ConstrainedValues",
     "Context",
-    "Drawing",
     "EarlyStopping",
     "EvalStep",
     "Explanation",
@@ -176,7 +173,6 @@ __all__ = [
     "train_step",
     "tune",
     "unshard",
-    "visualize_sharding",
 ]
 
 if not _IS_COMMAND:

@@ -37,6 +37,10 @@ _HERE = {
     "The number of this process is jax.process_index(), that of all jax.process_count().": (
         "get_rank get_world_size is_main_process local_rank process_index rank world_size"
     ),
+    "JAX draws which devices hold which part: jax.debug.visualize_array_sharding(tensor.jax()), or of "
+    "state.params[name]; print(plan.resolve(model, mesh)) is a table of all entries.": (
+        "Drawing visualize_array_sharding visualize_sharding"
+    ),
     "A plan and its rules are of jax.sharding: from jax.sharding import PartitionSpec as P.": "P PartitionSpec",
 }
 _ANSWERS = {name: answer for answer, names in _HERE.items() for name in names.split()}
