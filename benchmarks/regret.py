@@ -1,8 +1,7 @@
 """What `ts.tune` costs those who follow it: its choice over the best of five recipes by hand, and over the default.
 
 Ten small models, each in a process of its own, tuned for five minutes. One alone:
-`python -m benchmarks --only regret --models bert`. What is recommended by arithmetic is compiled afterwards, as the
-five by hand are.
+`python -m benchmarks --only regret --models bert`.
 """
 
 import tempfile
@@ -23,10 +22,8 @@ from benchmarks.tpu_qwen import Qwen
 from benchmarks.tpu_resnet import BASIC
 from benchmarks.tpu_vit import Vit
 from benchmarks.tpu_zoo import images, on_meta, own_loss
-from benchmarks.tuning import TuningCase, both, compile_one, data
-from torch_shard._tune.cache import Cache
+from benchmarks.tuning import TuningCase, both, data
 from torch_shard._tune.candidates import Candidate
-from torch_shard._tune.search import Search
 
 MINUTES, MOST = 5, 1.05
 """For a search; and its choice over the best by hand, at most."""
@@ -113,38 +110,26 @@ def rows(quick: bool, names: Sequence[str] = ()) -> Iterator[Row]:
             yield Row(f"{name}: ours ÷ {title}", mine, theirs, ratio, target=target, note=found["note"])
 
 
-def _like(candidate: Candidate, search: Search) -> Candidate:
-    """The candidate of a search that a user gets who asks for a recipe and nothing else."""
-    asked = candidate.family, candidate.remat, "auto", False
-    same = (c for c in search.estimates if (c.family, c.remat, c.scan_layers, c.offload) == asked)
-    return next(same, candidate)
-
-
 def measure(name: str, minutes: float = MINUTES) -> dict[str, Any]:
     """Milliseconds of the choice, of the default and of the best by hand, by TPU's compiler."""
     case = CASES[name]()
-    task = case.task()
     with tempfile.TemporaryDirectory() as folder:
-        cache = Cache(Path(folder), task.about())
-        search = Search(task.prepare, task.estimates, cache, time.monotonic() + 60 * minutes, task.limit)
+        search = case.search(Path(folder), time.monotonic() + 60 * minutes)
         search.run()
-        choice, num = search.ranking()[0], len(search.found)
-        is_compiled = choice in search.found
-        known = {str(candidate): found for candidate, found in search.found.items()}
+        choice, num = search.ranking()[0], len(search.measured)
+        known = {str(candidate): found for candidate, found in search.measured.items()}
 
         def ms(candidate: Candidate) -> float | None:
-            found = known.get(str(candidate)) or known.setdefault(str(candidate), compile_one(task, candidate, cache))
+            found = known.get(str(candidate)) or known.setdefault(str(candidate), search.measure(candidate))
             fits = not found.refused and (search.limit is None or found.memory <= search.limit)
             return found.seconds * 1e3 if fits else None
 
-        same = [_like(candidate, search) for candidate in case.by_hand]
-        hand = {str(candidate): found for candidate in same if (found := ms(candidate))}
+        hand = {str(candidate): found for candidate in case.by_hand if (found := ms(candidate))}
         best = min(hand, key=hand.__getitem__)
         return {
             "choice": str(choice),
             "ms": ms(choice),
             "the best by hand": (best, hand[best]),
             "the default": (str(search.default), ms(search.default)),
-            "note": f"{num} of {len(search.estimates)} compiled"
-            + (", the choice by arithmetic" if not is_compiled else ""),
+            "note": f"{num} compiled, {len(search.not_reached)} left for want of time",
         }

@@ -8,6 +8,7 @@ for so many minutes: `python -m benchmarks.tuning "GPT-2 on v5e:2x4" 30`; the ta
 import dataclasses
 import functools
 import json
+import math
 import os
 import sys
 import time
@@ -27,10 +28,9 @@ from benchmarks.tpu_cases import class_loss, hf_gpt, hf_llama, hf_mixtral, hf_re
 from benchmarks.tpu_gpt import Gpt
 from benchmarks.tpu_resnet import ResNet
 from docs.pages import beside, put, table
-from torch_shard._tune.cache import Cache, Measured
+from torch_shard._tune.cache import Measured
 from torch_shard._tune.candidates import Candidate
 from torch_shard._tune.search import Search
-from torch_shard._tune.task import Task
 from torch_shard._tune.tuning import GIB
 
 PAGE = """
@@ -63,12 +63,14 @@ class TuningCase:
     by_hand: tuple[Candidate, ...]
     optimizer: optax.GradientTransformation = dataclasses.field(default_factory=lambda: optax.adamw(1e-4))
 
-    def task(self) -> Task:
+    def search(self, directory: Path | None = None, deadline: float = math.inf) -> Search:
         """What `ts.tune` makes of it."""
         devices = sorted(ts.make_mesh(topology=self.topology, batch=-1).devices.flat, key=lambda device: device.id)
         model = self.model()
         make = functools.partial(ts.make_train_step, model, self.loss_fn, self.optimizer)
-        return Task(make, model, self.batch, devices=devices, options={"compute_dtype": torch.bfloat16})
+        options = {"compute_dtype": torch.bfloat16}
+        where = {"directory": directory, "deadline": deadline}
+        return Search(make, model, self.batch, devices=devices, options=options, **where)
 
 
 def data(num: int, recipe: str, **how: Any) -> Candidate:
@@ -181,19 +183,18 @@ def rows(quick: bool) -> Iterator[Row]:
 def measure(name: str, minutes: float) -> dict[str, Any]:
     """Search, then compile what an engineer would have chosen, as far as the time goes; all of it is kept."""
     case, deadline = CASES[name](), time.monotonic() + 60 * minutes
-    task, directory = case.task(), CACHES / name.replace(" ", "_").replace(":", "_")
-    caches = {folder: Cache(directory / folder, task.about()) for folder in ("found", "hand")}
-    search = Search(task.prepare, task.estimates, caches["found"], deadline - 60 * minutes / 2, task.limit)
+    directory = CACHES / name.replace(" ", "_").replace(":", "_")
+    search = case.search(directory, deadline - 60 * minutes / 2)
     search.run()
-    found = {str(candidate): made for candidate, made in search.found.items()}
+    found = {str(candidate): made for candidate, made in search.measured.items()}
     hand, why = dict[str, Measured](), dict[str, str]()
     for compiles in (False, True):  # what is known comes first, so that a report is there whenever this is interrupted
         for candidate in case.by_hand:
             what = str(candidate)
-            if known := found.get(what) or hand.get(what) or caches["hand"].read(candidate):
+            if known := found.get(what) or hand.get(what):
                 hand[what] = known
             elif compiles and time.monotonic() < deadline:
-                hand[what] = compile_one(task, candidate, caches["hand"])
+                hand[what] = search.measure(candidate)
             else:
                 why[what] = "not compiled"
         report = _report(search, hand, {what: said for what, said in why.items() if what not in hand})
@@ -201,18 +202,8 @@ def measure(name: str, minutes: float) -> dict[str, Any]:
     return report
 
 
-def compile_one(task: Task, candidate: Candidate, cache: Cache) -> Measured:
-    start = time.monotonic()
-    try:
-        made = dataclasses.replace(task.prepare(candidate)(), took=time.monotonic() - start)
-    except (ValueError, NotImplementedError, KeyError) as error:
-        made = Measured(refused=f"refused: {' '.join(str(error).split())[:160]}")
-    cache.write(candidate, made)
-    return made
-
-
 def _report(search: Search, hand: Mapping[str, Measured], why: Mapping[str, str]) -> dict[str, Any]:
-    found = {str(candidate): made for candidate, made in search.found.items()}
+    found = {str(candidate): made for candidate, made in search.measured.items()}
     compiled = {**hand, **found}
 
     def entry(what: str) -> dict[str, Any]:
@@ -236,12 +227,11 @@ def _report(search: Search, hand: Mapping[str, Measured], why: Mapping[str, str]
     best = next((own for own in fitting if own["found"]), None)
     return {
         "best": best,
-        "recommended": str(search.ranking()[0]),
         "by hand": next((own for own in fitting if own["by hand"]), None),
         "fsdp": next((own for own in fitting if " fsdp," in own["what"]), None),
         "compiled": entries,
         "hand": list(why.items()),
-        "left": len(search.estimates) - len(search.found),
+        "left": len(search.not_reached),
     }
 
 
@@ -287,8 +277,6 @@ def _verdict(report: Mapping[str, Any]) -> str:
     if best is None:
         return f"Nothing that fits was compiled. {left}"
     words = [f"Best: {best['what']}, {best['ms']:.4g} ms."]
-    if report["recommended"] != best["what"]:
-        words.append(f"Recommended by arithmetic, not compiled: {report['recommended']}.")
     for title, other in (("the best by hand", hand), ("the best `fsdp`", fsdp)):
         known = (
             "was not compiled" if other is None else f"takes {other['ms'] / best['ms']:.2f} x as long ({other['what']})"

@@ -33,7 +33,6 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from torch_shard._generate import generate
     from torch_shard._hosts import Launch, broadcast, initialize
     from torch_shard._inspect import (
-        Drawing,
         Explanation,
         NanReport,
         Proof,
@@ -42,7 +41,6 @@ if TYPE_CHECKING or not _IS_COMMAND:
         explain_capture,
         find_nan,
         prove,
-        visualize_sharding,
     )
     from torch_shard._interop import (
         Kernel,
@@ -103,7 +101,6 @@ __all__ = [
     "ConstrainedValue",
     "ConstrainedValues",
     "Context",
-    "Drawing",
     "EarlyStopping",
     "EvalStep",
     "Explanation",
@@ -172,7 +169,6 @@ __all__ = [
     "train_step",
     "tune",
     "unshard",
-    "visualize_sharding",
 ]
 
 if not _IS_COMMAND:

@@ -23,7 +23,6 @@ import optax
 import torch
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from rich.columns import Columns
 from rich.console import Console
 from rich.panel import Panel
 from rich.syntax import Syntax
@@ -35,7 +34,7 @@ from torch.nn import functional as F
 import torch_shard as ts
 from torch_shard._common.printed import replacing
 from torch_shard._fit import METRICS, read_metrics
-from torch_shard._inspect import compare_with_torch, visualize_sharding
+from torch_shard._inspect import compare_with_torch
 from torch_shard._sharding import describe_mesh
 from torch_shard._train import Difference
 
@@ -397,5 +396,6 @@ def _show_start(run: Run, console: Console) -> None:
     table = PLAN.resolve(shown, run.mesh).__rich__()
     table.caption = f"of {run.settings.num_layers} blocks, which are split alike, the first"
     console.print(table)
-    drawn = [visualize_sharding(run.state.params[f"blocks.0.{each}.weight"], name=each) for each in ("up", "down")]
-    console.print(Columns(drawn, padding=(1, 4)))
+    for layer in ("up", "down"):
+        console.print(f"blocks.0.{layer}.weight")
+        jax.debug.visualize_array_sharding(run.state.params[f"blocks.0.{layer}.weight"])

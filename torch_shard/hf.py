@@ -50,7 +50,7 @@ _Base: Any = transformers.Trainer if TYPE_CHECKING else object
 _REFUSED = {
     "deepspeed": "the plan says what is split: plan=ts.plans.fsdp splits what ZeRO-3 splits",
     "fsdp": "the plan says what is split: plan=ts.plans.fsdp",
-    "parallelism_config": "the mesh and the plan say it: mesh, plan, _ = ts.plans.from_accelerate(config)",
+    "parallelism_config": "mesh= and plan= say it, as docs/guides/plans.md has it for each of its sizes",
     "fp16": "use bf16=True, whose gradients need no scale",
     "fp16_full_eval": "an evaluation computes as training does: bf16=True for both",
     "bf16_full_eval": "an evaluation computes as training does: bf16=True for both",

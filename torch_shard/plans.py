@@ -4,12 +4,11 @@ A plan prints as a table of rules, specs and reasons. `plan | {"lm_head.weight":
 your own.
 """
 
+from torch_shard._common.other_names import OF_PLANS
 from torch_shard._plans import (
     expert,
-    from_accelerate,
     from_dtensor,
     from_hf,
-    from_logical,
     fsdp,
     fsdp_tp,
     hsdp,
@@ -20,10 +19,8 @@ from torch_shard._plans import (
 
 __all__ = [
     "expert",
-    "from_accelerate",
     "from_dtensor",
     "from_hf",
-    "from_logical",
     "fsdp",
     "fsdp_tp",
     "hsdp",
@@ -34,8 +31,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in ("ddp", "dp", "data_parallel", "replicate"):
-        raise AttributeError(
-            f"torch_shard.plans has no {name}: it is plans.replicated(), with the batch split as always."
-        )
+    if answer := OF_PLANS.get(name):
+        raise AttributeError(f"torch_shard.plans has no {name}: {answer}")
     raise AttributeError(f"torch_shard.plans has no {name}. It has {', '.join(__all__)}.")

@@ -20,7 +20,6 @@ import jax
 jax.config.update("jax_num_cpu_devices", 8)
 
 import optax
-import rich
 import torch
 import torch.nn.functional as F
 from jax.sharding import NamedSharding
@@ -104,7 +103,7 @@ torch.manual_seed(0)
 inputs = torch.randn(4, 4, 2, 512, 16).unbind()
 mixed = ts.make_mesh(batch=2, seq=4)
 out = assert_equals_attention(gradients_of(ring_attention, mixed, True), True, *inputs)
-rich.print(ts.visualize_sharding(out, name="out"))
+print(out.jax().sharding)
 
 # %% [markdown]
 # ## In a model

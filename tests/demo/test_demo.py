@@ -119,7 +119,7 @@ def test_interrupted_demo_goes_on_and_proves_its_numbers(tmp_path):
         checkpointer.save(run.step(run.state, run.batch(0))[0])
     resumed = call("--resume", out=tmp_path)
     assert resumed.exit_code == 0, resumed.output
-    for part in ("ShardingPlan on mesh (batch=4, model=2)", "CPU 0, 2, 4, 6", "5 of 5", "The proof holds", "'def '"):
+    for part in ("ShardingPlan on mesh (batch=4, model=2)", "CPU 0,2,4,6", "5 of 5", "The proof holds", "'def '"):
         assert part in resumed.stdout
     names = {file.name for file in tmp_path.iterdir() if not file.name.startswith("events")}
     assert names == {"metrics.jsonl", "model.safetensors", "summary.json", "demo.json", "checkpoints"}

@@ -338,3 +338,25 @@ def test_experts_are_given_a_stream_that_is_split_along_its_sequence(ep: str) ->
     assert plan.rules["model.layers.0.mlp.experts.down_proj"][0] == ep
     step = step_of(model, language_loss, plan=plan)
     step.prove(step.init(), torch.randint(0, 64, (8, 16))).raise_if_different()
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("from_logical", r"logical axes are named by recipes and rules here: .*plans\.fsdp_tp\(model, mesh"),
+        (
+            "from_accelerate",
+            r"the sizes of a ParallelismConfig are axes of ts\.make_mesh\(dp_replicate=2, dp_shard=4\)",
+        ),
+        ("ddp", r"it is plans\.replicated\(\)"),
+    ],
+)
+def test_readers_that_are_gone_say_what_is_written_instead(name: str, advice: str) -> None:
+    with pytest.raises(AttributeError, match=f"torch_shard.plans has no {name}: {advice}"):
+        getattr(ts.plans, name)
+
+
+def test_the_recipes_named_for_the_sizes_of_accelerate_are_those_of_its_fsdp() -> None:
+    mesh = ts.make_mesh(dp_replicate=2, dp_shard=4)
+    plan = ts.plans.hsdp(nn.Linear(8, 8), mesh, replicate="dp_replicate", fsdp="dp_shard")
+    assert (plan.rules["weight"], plan.rows) == (P("dp_shard", None), ("dp_replicate", "dp_shard"))

@@ -3,6 +3,8 @@
 import ast
 import collections
 import pathlib
+import subprocess
+import sys
 
 import torch_shard
 
@@ -58,3 +60,11 @@ def test_no_modules_of_a_package_import_each_other_in_a_circle():
         while free := [name for name, imported in left.items() if not imported & left.keys()]:
             left = {name: imported for name, imported in left.items() if name not in free}
         assert {name: sorted(imported & left.keys()) for name, imported in left.items()} == {}
+
+
+def test_packages_that_take_long_are_imported_when_they_are_needed():
+    code = "import sys, torch_shard as ts; print(ts.make_mesh(batch=-1))"
+    late = ("matplotlib", "networkx", "orbax", "sympy", "tensorboardX", "transformers")  # sympy: torch's, for captures
+    code += f"; print([name for name in {late} if name in sys.modules])"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.split()[-1] == "[]"

@@ -1,101 +1,110 @@
-"""The order in which candidates are compiled, what ends a search, and how all are ranked; nothing is compiled here."""
+"""Which candidates are compiled in which order, and what ends a search; the compiler is a table here."""
 
+import functools
 import json
-import threading
 import time
 
+import jax
+import optax
 import pytest
+import torch
+from torch import nn
 
+import torch_shard as ts
 from torch_shard._tune.cache import Cache, Measured
-from torch_shard._tune.candidates import Candidate, Estimate
-from torch_shard._tune.search import Search
+from torch_shard._tune.candidates import Candidate, other_layouts
+from torch_shard._tune.search import MOST, Search
 
-DEFAULT, B, C = (Candidate((("batch", 8),), name) for name in ("fsdp", "replicated", "replicated + ZeRO-1"))
-B_ONE = Candidate((("batch", 8),), "replicated", scan_layers=False, in_loops=False)
-BLOCK = Candidate((("batch", 8),), "fsdp", remat="block")
+DEFAULT = Candidate((("batch", 8),), "fsdp", in_loops=False)
+BATCH = torch.empty(32, 64, device="meta")
 
 
-def search(found, estimates, seconds=20.0, cache=None, limit=None):
-    """A search in which compiling a candidate gives what `found` has for it, or raises it."""
-    asked = []
+def deep():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
 
-    def prepare(candidate):
+
+def search(monkeypatch, measured, model=None, limit=None, **how):
+    """A search in which the compiler says `measured` of a candidate, or what that raises."""
+    model = model or nn.Linear(64, 64)
+    make = functools.partial(ts.make_train_step, model, lambda m, x: m(x).square().mean(), optax.adam(0.1))
+    given = {"devices": jax.devices(), "options": {}, **how}
+    made, asked = Search(make, model, BATCH, **given), []
+    made.limit = limit
+
+    def measure(candidate, _):
         asked.append(candidate)
-        if isinstance(found[candidate], BaseException):
-            raise found[candidate]
-        return lambda: found[candidate]
+        said = measured(candidate)
+        if isinstance(said, BaseException):
+            raise said
+        return said
 
-    made = {c: own if isinstance(own, Estimate) else Estimate(own, 10.0, 0.0) for c, own in estimates.items()}
-    return Search(prepare, made, cache or Cache(None, {}), time.monotonic() + seconds, limit), asked
+    monkeypatch.setattr(made, "measure", measure)
+    return made, asked
 
 
-def test_the_default_is_compiled_first_and_stays_where_nothing_is_faster():
-    found = {DEFAULT: Measured(compute=1.0), B: Measured(compute=3.0), C: Measured(compute=2.0)}
-    made, asked = search(found, {DEFAULT: 5.0, B: 1.0, C: 2.0})
+def test_the_default_comes_first_and_eight_are_compiled_and_sorted(monkeypatch):
+    slower = iter(range(1, 20))
+    made, asked = search(monkeypatch, lambda _: Measured(compute=next(slower)))
     made.run()
-    assert asked == [DEFAULT, B, C]
-    assert made.ranking() == [DEFAULT, C, B]
+    assert asked[0] == DEFAULT
+    assert len(asked) == len(set(asked)) <= MOST
+    assert made.ranking() == asked
+    assert {c.recipe for c in asked} >= {"fsdp", "hsdp + ZeRO-1", "replicated + ZeRO-1", "tp"}
+    assert any("no ModuleList" in why for why in made.pruned.values())
 
 
-def test_others_follow_by_estimates_that_are_corrected_by_what_was_compiled():
-    found = {DEFAULT: Measured(compute=2.0), C: Measured(compute=1.0)}
-    made, asked = search(found, {DEFAULT: 1.0, B: 1.9, C: 0.9})
+def test_what_does_not_fit_computes_again_and_then_waits_on_the_host(monkeypatch):
+    need = {("none", False): 9, ("dots", False): 8, ("block", False): 7, ("block", True): 3}
+    made, asked = search(
+        monkeypatch, lambda c: Measured(compute=1.0, memory=need[c.remat, c.offload] * 10**6), deep(), limit=4 * 10**6
+    )
     made.run()
-    assert asked == [DEFAULT, C]  # B is likely to take 3.8, where the best takes 1
-    assert made.seconds(B) == pytest.approx(3.8)
-    assert made.ranking() == [C, DEFAULT, B]
+    assert [(c.remat, c.offload) for c in asked[:4]] == list(need)
+    assert all((c.remat, c.offload) == ("block", True) for c in asked[4:])
+    assert not made.fits(made.ranking()[-1])
+    assert made.step(asked[3]).options.offload == ("activations", "optimizer")
 
 
-def test_a_loop_is_compiled_before_the_same_layers_one_by_one():
-    found = {DEFAULT: Measured(compute=1.0), B: Measured(compute=0.9), B_ONE: Measured(compute=0.7)}
-    made, asked = search(found, {DEFAULT: 1.0, B_ONE: 0.8, B: 1.0})
+def test_layers_run_in_loops_too_unless_the_user_says_how(monkeypatch):
+    made, asked = search(monkeypatch, lambda _: Measured(compute=1.0), deep())
     made.run()
-    assert asked == [DEFAULT, B, B_ONE]
-
-
-def test_what_does_not_fit_is_last_and_what_is_likely_too_large_is_compiled_last():
-    sizes = {DEFAULT: 27, B: 12, BLOCK: 8}
-    found = {candidate: Measured(compute=1.0, memory=size) for candidate, size in sizes.items()}
-    estimates = {DEFAULT: Estimate(0.5, 9, 0), B: Estimate(0.6, 7, 0), BLOCK: Estimate(0.7, 8, 0)}
-    made, asked = search(found, estimates, limit=16)
+    assert {c.in_loops for c in asked} == {True, False}
+    made, asked = search(monkeypatch, lambda _: Measured(compute=1.0), deep(), options={"scan_layers": True})
     made.run()
-    assert asked == [DEFAULT, BLOCK, B]  # of the first three times as much as by arithmetic, so that B would take 21
-    assert made.ranking()[-1] == DEFAULT
+    assert {c.scan_layers for c in asked} == {True}
 
 
-@pytest.mark.parametrize("error", [NotImplementedError, RuntimeError])
-def test_what_cannot_be_compiled_says_why_and_is_last(error):
-    found = {DEFAULT: Measured(compute=1.0), B: error("not this one."), C: Measured(refused="by XLA")}
-    made, _ = search(found, {DEFAULT: 1.0, B: 0.5, C: 0.6})
+def test_experts_have_recipes_of_their_own_and_a_spec_of_the_batch_no_other_axis_of_rows():
+    names = {c.recipe for c in other_layouts(8, has_experts=True, has_spec=True)}
+    assert names == {"expert(tp, sequence)", "expert(tp)", "replicated", "replicated + ZeRO-1", "tp"}
+    assert list(other_layouts(1, has_experts=False, has_spec=False)) == []
+
+
+def test_without_time_the_default_alone_is_compiled(monkeypatch):
+    made, asked = search(monkeypatch, lambda _: Measured(compute=1.0), deadline=time.monotonic() - 1)
     made.run()
-    assert made.found[B].refused == "refused: not this one."
-    assert made.ranking() == [DEFAULT, B, C]
+    assert asked == [DEFAULT]
+    assert made.not_reached
 
 
-def test_an_estimate_is_recommended_only_where_it_is_twice_as_fast():
-    waits = threading.Event()
-    for seconds, best in ((0.6, DEFAULT), (0.4, B)):
-        made, _ = search({}, {DEFAULT: 1.0, B: seconds}, seconds=0.3)
-        made.found[DEFAULT] = Measured(compute=1.0)
-        made.prepare = lambda _: lambda: (waits.wait(5), Measured())[1]
+def test_an_interrupt_leaves_the_best_so_far(monkeypatch):
+    made, _ = search(monkeypatch, lambda c: Measured(compute=1.0) if c == DEFAULT else KeyboardInterrupt())
+    made.run()
+    assert (made.ranking(), made.interrupted) == ([DEFAULT], True)
+    made, _ = search(monkeypatch, lambda _: KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
         made.run()
-        assert made.ranking()[0] == best
-    waits.set()
 
 
-def test_a_search_without_time_ranks_by_arithmetic_the_default_before_what_is_not_much_faster():
-    made, asked = search({}, {DEFAULT: 1.0, B: 0.9, C: 0.4}, seconds=-1.0)
-    made.run()
-    assert (asked, made.ranking()) == ([], [C, DEFAULT, B])
-
-
-def test_what_is_known_is_not_compiled_again(tmp_path):
-    cache = Cache(tmp_path / "new", {"model": 1})
-    for other, wanted in ((cache, [DEFAULT]), (cache, []), (Cache(tmp_path / "new", {"model": 2}), [DEFAULT])):
-        made, asked = search({DEFAULT: Measured(compute=1.0, memory=3)}, {DEFAULT: 1.0}, cache=other)
-        made.run()
-        assert asked == wanted
-        assert (made.found[DEFAULT].compute, made.found[DEFAULT].memory) == (1.0, 3)
+def test_what_xla_refuses_says_why_and_is_last(monkeypatch):
+    made = Search(
+        lambda **_: (_ for _ in ()).throw(NotImplementedError("not this one.")), nn.Linear(2, 2), BATCH,
+        devices=jax.devices(), options={},
+    )  # fmt: skip
+    assert made.measure(DEFAULT, {}).refused == "refused: not this one."
+    made = Search(lambda **_: 1 / 0, nn.Linear(2, 2), BATCH, devices=jax.devices(), options={})
+    with pytest.raises(ZeroDivisionError):
+        made.measure(made.default, {})
 
 
 @pytest.mark.parametrize("change", ["", "[]", "{}", {"memory": "many"}, {"compute": None}])
@@ -112,30 +121,5 @@ def test_a_file_that_cannot_be_written_costs_no_candidate(tmp_path, caplog):
     cache = Cache(tmp_path / "cache", {})
     (tmp_path / "cache").rmdir()
     (tmp_path / "cache").touch()  # as for root, whom no permissions stop
-    made, _ = search({DEFAULT: Measured(compute=1.0)}, {DEFAULT: 1.0}, cache=cache)
-    made.run()
-    assert (made.found[DEFAULT].refused, made.found[DEFAULT].compute) == ("", 1.0)
+    cache.write(DEFAULT, Measured(compute=1.0))
     assert "cannot be written" in caplog.text
-
-
-def test_an_interrupt_leaves_the_best_so_far():
-    made, _ = search({DEFAULT: Measured(compute=1.0), B: KeyboardInterrupt()}, {DEFAULT: 1.0, B: 1.1})
-    made.run()
-    assert (made.ranking()[0], made.interrupted) == (DEFAULT, True)
-    made, _ = search({DEFAULT: KeyboardInterrupt()}, {DEFAULT: 1.0})
-    with pytest.raises(KeyboardInterrupt):
-        made.run()
-
-
-def test_what_is_not_ready_in_time_is_not_waited_for_but_noted_later(tmp_path):
-    go, cache = threading.Event(), Cache(tmp_path, {})
-    made, _ = search({}, {DEFAULT: 1.0}, seconds=0.2, cache=cache)
-    made.prepare = lambda _: lambda: (go.wait(20), Measured(compute=1.0))[1]
-    made.run()
-    assert made.found == {}
-    assert not any(thread.daemon for thread in threading.enumerate() if thread.name == "tune")  # it would abort Python
-    go.set()
-    until = time.monotonic() + 20
-    while cache.read(DEFAULT) is None and time.monotonic() < until:
-        time.sleep(0.01)
-    assert cache.read(DEFAULT) is not None

@@ -40,9 +40,30 @@ _HERE = {
     "A collator pads to few lengths, pad_to_multiple_of= of transformers; TRL packs, SFTConfig(packing=True).": (
         "bucket pack packing"
     ),
+    "JAX draws which devices hold which part: jax.debug.visualize_array_sharding(tensor.jax()), or of "
+    "state.params[name]; print(plan.resolve(model, mesh)) is a table of all entries.": (
+        "Drawing visualize_array_sharding visualize_sharding"
+    ),
     "A plan and its rules are of jax.sharding: from jax.sharding import PartitionSpec as P.": "P PartitionSpec",
 }
 _ANSWERS = {name: answer for answer, names in _HERE.items() for name in names.split()}
+
+OF_PLANS = {
+    **dict.fromkeys(
+        ("ddp", "dp", "data_parallel", "replicate"), "it is plans.replicated(), with the batch split as always."
+    ),
+    "from_logical": (
+        "logical axes are named by recipes and rules here: those of MaxText that split over fsdp and tensor are "
+        'plans.fsdp_tp(model, mesh, fsdp="fsdp", tp="tensor"), others are entries of ts.ShardingPlan, such as '
+        '{"**.up_proj.weight": P("tensor", None)}. docs/guides/plans.md has the mapping.'
+    ),
+    "from_accelerate": (
+        "the sizes of a ParallelismConfig are axes of ts.make_mesh(dp_replicate=2, dp_shard=4), and the plan is "
+        'plans.hsdp(model, mesh, replicate="dp_replicate", fsdp="dp_shard"); with tp_size, '
+        'plans.from_hf(model, mesh, tp="tp", fsdp="dp_shard"). docs/guides/plans.md has the mapping.'
+    ),
+}
+"""The same for `torch_shard.plans`."""
 
 
 def answer_to(name: str, public: list[str]) -> str:

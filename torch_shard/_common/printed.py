@@ -81,7 +81,7 @@ def _rules(colours: dict[str, str]) -> str:
 
 _STYLE = (
     ".ts-picture text{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace}"
-    ".ts-picture .bold{font-weight:bold}.ts-picture .white{fill:#ffffff}"
+    ".ts-picture .bold{font-weight:bold}"
     f"{_rules(_LIGHT)}@media(prefers-color-scheme:dark){{{_rules(_DARK)}}}"
 )
 
@@ -107,11 +107,10 @@ class Picture:
         reached = {"start": 1.0, "middle": 0.5, "end": 0.0}[anchor] * width_of(text, size)
         self._reach(x + reached, y + size / 2)
 
-    def box(self, x: float, y: float, width: float, height: float, *, style: str = "", fill: str = "") -> None:
-        """Fill a box with rounded corners, by a style or in a colour of its own."""
-        paint = f'class="{style}"' if style else f'fill="{fill}"'
+    def box(self, x: float, y: float, width: float, height: float, *, style: str) -> None:
+        """Fill a box with rounded corners."""
         place = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{min(4, height / 2):g}"'
-        self._parts.append(f"<rect {place} {paint}/>")
+        self._parts.append(f'<rect class="{style}" {place}/>')
         self._reach(x + width, y + height)
 
     def _reach(self, x: float, y: float) -> None:

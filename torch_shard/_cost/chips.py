@@ -53,8 +53,9 @@ UNKNOWN = Chip(1e12, 100e9, 10e9)
 def chip_of(device: object) -> Chip:
     """The speed of a device of JAX, or of one of that kind."""
     kind = device if isinstance(device, str) else str(getattr(device, "device_kind", ""))
-    found = [name for name in CHIPS if name in kind]
-    return CHIPS[max(found, key=len)] if found else UNKNOWN
+    names = [name for name in CHIPS if name in kind]
+    # "TPU v5" is in "TPU v5 lite", too.
+    return CHIPS[max(names, key=len)] if names else UNKNOWN
 
 
 class Links:
@@ -78,8 +79,11 @@ class Links:
         """Bytes per second that each device of a group receives, of which the first stands for all."""
         if not self._places or not groups or max(groups[0]) >= len(self._places):
             return self.chip.link
-        along = zip(*(self._places[member] for member in groups[0]), strict=True)
-        return sum(itertools.starmap(self._rate_along, zip(along, self._sizes, strict=True))) or self.chip.link
+        coordinates = zip(*(self._places[member] for member in groups[0]), strict=True)
+        total = 0.0
+        for along, size in zip(coordinates, self._sizes, strict=True):
+            total += self._rate_along(along, size)
+        return total or self.chip.link
 
     def rate_of_pairs(self, pairs: Sequence[Sequence[int]]) -> float:
         """The same of what each device sends to one other, by the shortest way that there is among the pairs."""
@@ -89,19 +93,22 @@ class Links:
 
     def _rate_along(self, places: Sequence[int], size: int) -> float:
         """Along one axis of the torus."""
-        found = sorted(set(places))
-        if len(found) == 1:
+        distinct = sorted(set(places))
+        if len(distinct) == 1:
             return 0.0
-        apart = min(after - before for before, after in itertools.pairwise(found))
-        is_ring = size % self.chip.ring == 0 and len(found) * apart == size
+        apart = min(after - before for before, after in itertools.pairwise(distinct))
+        is_ring = size % self.chip.ring == 0 and len(distinct) * apart == size
+        # A link between two chips of the group passes `apart - 1` others, whose groups use it as well.
         return self.chip.link * (1.0 if is_ring else 0.5) / apart
 
     def _distance(self, source: int, target: int) -> int:
-        steps = (abs(a - b) for a, b in zip(self._places[source], self._places[target], strict=True))
-        return sum(
-            min(step, size - step) if size % self.chip.ring == 0 else step
-            for step, size in zip(steps, self._sizes, strict=True)
-        )
+        total = 0
+        for start, end, size in zip(self._places[source], self._places[target], self._sizes, strict=True):
+            step = abs(start - end)
+            if size % self.chip.ring == 0:  # there is a way around
+                step = min(step, size - step)
+            total += step
+        return total
 
 
 # What kernels written in Pallas take, of which XLA:TPU has no estimate: the larger of their products and their bytes.
@@ -126,29 +133,37 @@ def is_kernel(instruction: Instruction) -> bool:
 
 def kernel_cycles(kernel: Instruction, num_bytes: float, chip: Chip) -> float:
     """Of one run on a chip with a clock, of which so many bytes are read and written."""
-    clock = chip.clock or 0.0
-    width = min(1.0, min(head.shape[-1] for head in _heads(kernel)) / chip.unit) if _part(kernel) else 1.0
-    return clock * max(kernel_flops(kernel) / (REACHED * width * chip.flops), num_bytes / chip.bandwidth)
+    used = 1.0  # part of the matrix unit
+    if _part(kernel) is not None:
+        head_width = min(head.shape[-1] for head in _heads(kernel))
+        used = min(1.0, head_width / chip.unit)
+    compute = kernel_flops(kernel) / (REACHED * used * chip.flops)
+    return (chip.clock or 0.0) * max(compute, num_bytes / chip.bandwidth)
 
 
 def kernel_flops(kernel: Instruction) -> float:
     """Of one run: of attention those of keys that are seen, else as its author says; zero if that is not known."""
-    if (part := _part(kernel)) is None:
+    part = _part(kernel)
+    if part is None:
         return float(kernel.find(r'"?cost_estimate"?:\{[^}]*"?flops"?:"?(\d+)') or 0)
     queries, keys = _heads(kernel)
-    at_once = part == "dkv" and sum(len(array.shape) >= len(queries.shape) for array in kernel.results) > 2
-    return (PRODUCTS[part] + at_once) * math.prod(queries.shape) * keys.shape[-2]  # multiply and add, half is seen
+    # A kernel `dkv` with three results as large as queries gives their gradient, too.
+    num_gradients = sum(len(array.shape) >= len(queries.shape) for array in kernel.results)
+    num_products = PRODUCTS[part] + (part == "dkv" and num_gradients > 2)
+    # A product multiplies and adds, and a causal mask leaves half of it.
+    return num_products * math.prod(queries.shape) * keys.shape[-2]
 
 
 def _part(kernel: Instruction) -> str | None:
     """Which kernel of attention this is; None for others."""
-    found = re.search(r"(?:splash|flash)_(?:mha|mqa)_(?:\w*?_)?(fwd|dq|dkv)|flash_(attention)", kernel.name)
-    if found is None or len(_heads(kernel)) < 2:
+    match = re.search(r"(?:splash|flash)_(?:mha|mqa)_(?:\w*?_)?(fwd|dq|dkv)|flash_(attention)", kernel.name)
+    if match is None or len(_heads(kernel)) < 2:
         return None
-    return found.group(1) or "fwd"
+    return match.group(1) or "fwd"
 
 
 def _heads(kernel: Instruction) -> list[Array]:
     """Queries and keys."""
-    given = arrays_of(kernel.find(r"operand_layout_constraints=\{(.*?)\}, \w+=") or "")
-    return [array for array in given if len(array.shape) > 2 and array.dtype in ("bf16", "f32")][:2]
+    operands = arrays_of(kernel.find(r"operand_layout_constraints=\{(.*?)\}, \w+=") or "")
+    # Before them stand numbers and masks, in other dtypes or with fewer dims.
+    return [array for array in operands if len(array.shape) > 2 and array.dtype in ("bf16", "f32")][:2]

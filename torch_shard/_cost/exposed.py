@@ -28,10 +28,13 @@ def exposed_by_axis(text: str, mesh: Mesh) -> dict[str, int] | None:
     links = Links(list(mesh.devices.flat))
     if links.chip.clock is None:
         return None
-    hlo, found = Hlo(text), collections.Counter[str]()
-    for group, cycles in _Schedule(hlo, links).run(hlo.entry).waited.items():
-        found[", ".join(axes_of_group(group, mesh.shape))] += int(cycles)
-    return dict(found)
+
+    hlo = Hlo(text)
+    waited = _Schedule(hlo, links).run(hlo.entry).waited
+    by_axis = collections.Counter[str]()
+    for group, cycles in waited.items():
+        by_axis[", ".join(axes_of_group(group, mesh.shape))] += int(cycles)
+    return dict(by_axis)
 
 
 @dataclasses.dataclass
@@ -54,13 +57,17 @@ class _Clock:
 
     def start(self, name: str, group: str, cycles: float) -> None:
         """Let something travel."""
-        end = self.free[group] = max(self.now, self.free.get(group, 0.0)) + cycles
+        # The links of a group carry one collective after the other.
+        begin = max(self.now, self.free.get(group, 0.0))
+        end = begin + cycles
+        self.free[group] = end
         self.ends[name] = end, group
 
     def wait(self, name: str) -> None:
         """Wait until it is there."""
         end, group = self.ends.pop(name, (0.0, ""))
-        if (late := end - self.now) > 0:
+        late = end - self.now
+        if late > 0:
             self.now += late
             self.waited[group] += late
 
@@ -71,8 +78,15 @@ class _Schedule:
 
     def run(self, computation: str, around: frozenset[str] = frozenset()) -> _Clock:
         """Follow a computation, through which some chains pass that began before it and end behind it."""
-        clock, instructions = _Clock(around=around), self.hlo.computations[computation]
-        last = {chain: i for i, instr in enumerate(instructions) for chain, *_ in self._travels(instr)}
+        clock = _Clock(around=around)
+        instructions = self.hlo.computations[computation]
+
+        # A collective that was cut into a chain is done with the last part of it.
+        last: dict[str, int] = {}
+        for number, instruction in enumerate(instructions):
+            for chain, _, _ in self._travels(instruction):
+                last[chain] = number
+
         for number, instruction in enumerate(instructions):
             self._step(clock, instruction, number, last)
         for name in list(clock.ends):
@@ -81,34 +95,42 @@ class _Schedule:
 
     def _step(self, clock: _Clock, instruction: Instruction, number: int, last: dict[str, int]) -> None:
         op = instruction.op
-        if inner := self.hlo.inner(instruction):
+        inner = self.hlo.inner(instruction)
+        if inner:
             for called, times in inner:
+                # What began before a loop travels on while it runs, and is no wait within.
                 passed = self.run(called, clock.around.union(clock.ends))
                 clock.now += times * passed.now
                 for group, cycles in passed.waited.items():
                     clock.waited[group] += times * cycles
             return
+
         if op.endswith("-done"):
             clock.wait(instruction.operands[0])
         if op.endswith(("-done", "-update")):
             return
+
         travels = [travel for travel in self._travels(instruction) if travel[0] not in clock.around]
         for chain, group, cycles in travels:
             if chain not in clock.ends:
                 clock.start(chain, group, cycles)
         clock.now += self._walk.cycles(instruction) or 0
+
+        # What has no `-done` of its own is waited for at once, or at the end of its chain.
         if not op.endswith("-start"):
-            for chain, *_ in travels:
+            for chain, _, _ in travels:
                 if last[chain] == number:
                     clock.wait(chain)
 
     def _travels(self, instruction: Instruction) -> Iterator[tuple[str, str, float]]:
         """What goes over the wire: a name, by which its end is known, its group of devices, and cycles."""
-        for inner, moved in travelling(self.hlo, instruction):
-            key, group = identity(inner), group_of(inner)
-            # of a part of a chain, the name of the chain; else that of the instruction in the schedule
+        for inner, collective in travelling(self.hlo, instruction):
+            key = identity(inner)
+            group = group_of(inner)
+            # Of a part of a chain, the name of the chain; else that of the instruction in the schedule, to which a
+            # `-done` refers.
             name = ":".join(map(str, key)) if "chain" in key else instruction.name
-            yield name, group, moved.num_bytes * self._cycles_per_byte(group)
+            yield name, group, collective.num_bytes * self._cycles_per_byte(group)
 
     def _cycles_per_byte(self, group: str) -> float:
         """Of what a device of a group receives."""

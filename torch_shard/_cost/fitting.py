@@ -54,14 +54,14 @@ class ProgramMemory:
     host: int = 0
 
     @property
-    def held(self) -> int:
-        """Arguments and results, what is donated counted once."""
+    def arguments_and_outputs(self) -> int:
+        """What is donated counted once."""
         return self.arguments + self.outputs - self.aliased
 
     @property
     def peak(self) -> int:
         """Everything together."""
-        return self.held + self.temporaries
+        return self.arguments_and_outputs + self.temporaries
 
 
 def memory_of_program(compiled: jax.stages.Compiled, platform: str) -> ProgramMemory:
@@ -69,24 +69,25 @@ def memory_of_program(compiled: jax.stages.Compiled, platform: str) -> ProgramMe
 
     Args:
         compiled: The program.
-        platform: That of its devices. The compiler for TPUs refuses what is too large by its own account of the peak,
-            which for large programs is less than the sum of its parts, as temporaries take the place of others; for
-            small ones it is more, as memory on the chip counts there. What lies in the host's memory counts, too.
+        platform: That of its devices.
     """
-    found: Any = compiled.memory_analysis()
+    stats: Any = compiled.memory_analysis()
+    host_arguments: int = stats.host_argument_size_in_bytes
+    host_outputs: int = stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
     memory = ProgramMemory(
-        arguments=found.argument_size_in_bytes,
-        outputs=found.output_size_in_bytes,
-        temporaries=found.temp_size_in_bytes,
-        aliased=found.alias_size_in_bytes,
-        host=found.host_argument_size_in_bytes
-        + found.host_output_size_in_bytes
-        - found.host_alias_size_in_bytes
-        + found.host_temp_size_in_bytes,
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        host=host_arguments + host_outputs + stats.host_temp_size_in_bytes,
     )
     if platform != "tpu":
         return memory
-    by_peak = max(found.peak_memory_in_bytes - memory.held - found.host_argument_size_in_bytes, 0)
+
+    # The compiler for TPUs refuses what is too large by its own account of the peak. For large programs that is less
+    # than the sum of the parts, as temporaries take the place of others; for small ones more, as memory on the chip
+    # counts there. What lies in the host's memory counts, too.
+    by_peak = max(stats.peak_memory_in_bytes - memory.arguments_and_outputs - host_arguments, 0)
     return dataclasses.replace(memory, temporaries=min(memory.temporaries, by_peak))
 
 
@@ -136,8 +137,12 @@ _WARNING = 1
 
 
 def _needed(message: str) -> int | None:
-    found = re.search(r"Used ([\d.]+)([KMGT]) of", message) or re.search(r"\(([\d.]+)([KMGT])\) exceeds", message)
-    return int(float(found.group(1)) * 1024 ** ("KMGT".index(found.group(2)) + 1)) if found else None
+    """Bytes that the compiler says it would need: `Used 20.1G of 15.7G hbm`, `... (20.1G) exceeds ...`."""
+    size = re.search(r"Used ([\d.]+)([KMGT]) of", message) or re.search(r"\(([\d.]+)([KMGT])\) exceeds", message)
+    if size is None:
+        return None
+    power = "KMGT".index(size.group(2)) + 1
+    return int(float(size.group(1)) * 1024**power)
 
 
 # What of a compiled program's memory holds values that the forward pass leaves for the backward pass.
@@ -149,17 +154,30 @@ _ALIASES = ("bitcast", "copy-done", "optimization-barrier", "opt-barrier")
 def saved_bytes(text: str) -> float:
     """Bytes of one device that instructions of the forward pass compute and those of the backward pass read."""
     hlo = Hlo(text)
-    entry, sources = hlo.computations[hlo.entry], _Sources(hlo)
-    parts = {i.name: i.label.split("/") for i in entry}
-    forward = {
-        i.name
-        for i in entry
-        if i.label and i.op not in ("parameter", "constant") and not {"backward", "optimizer"} & set(parts[i.name])
-    }
-    given = {name for i in entry if "backward" in parts[i.name] for name in i.operands if name in hlo.made}
-    read = {source for name in given for source in sources.of(name)}
-    arrays = [hlo.operand(name)[at] for name, at in read if name in forward]
-    return sum(array.num_padded_bytes for array in arrays if not array.is_on_chip)
+    entry = hlo.computations[hlo.entry]
+    sources = _Sources(hlo)
+
+    # A step opens the scopes `backward` and `optimizer`: what has neither in its label is of the forward pass.
+    scopes = {instruction.name: set(instruction.label.split("/")) for instruction in entry}
+    forward = set[str]()
+    read_backward = set[str]()
+    for instruction in entry:
+        is_computed = instruction.op not in ("parameter", "constant")
+        if instruction.label and is_computed and scopes[instruction.name].isdisjoint(("backward", "optimizer")):
+            forward.add(instruction.name)
+        if "backward" in scopes[instruction.name]:
+            read_backward.update(name for name in instruction.operands if name in hlo.made)
+
+    # A value may be read by several names, and counts once.
+    saved = {source for name in read_backward for source in sources.of(name)}
+    total = 0.0
+    for name, index in saved:
+        if name not in forward:
+            continue
+        array = hlo.operand(name)[index]
+        if not array.is_on_chip:
+            total += array.num_padded_bytes
+    return total
 
 
 class _Sources:
@@ -192,9 +210,10 @@ class _Sources:
         """Tell whether a loop hands an element of what it carries on as it came."""
         body, _ = self._hlo.inner(loop)[0]
         root = next(instruction for instruction in self._hlo.computations[body] if instruction.is_root)
-        last = self._hlo.made[root.operands[index]] if root.op == "tuple" else root
-        is_element = last.op == "get-tuple-element" and _index(last) == index
-        return is_element and self._hlo.made[last.operands[0]].op == "parameter"
+        result = self._hlo.made[root.operands[index]] if root.op == "tuple" else root
+        if result.op != "get-tuple-element" or _index(result) != index:
+            return False
+        return self._hlo.made[result.operands[0]].op == "parameter"
 
 
 def _index(element: Instruction) -> int:

@@ -53,14 +53,19 @@ class Array:
     @property
     def num_padded_bytes(self) -> float:
         """With what the tiles of its layout add."""
-        tile, order = re.search(r"T\((\d+(?:,\d+)*)\)", self.layout), re.match(r"[\d,]+", self.layout)
+        tile = re.search(r"T\((\d+(?:,\d+)*)\)", self.layout)
+        order = re.match(r"[\d,]+", self.layout)
         if not tile or not order or not self.shape:
             return self.num_bytes
-        sizes = list(self.shape)
-        dims = [int(dim) for dim in order.group().split(",") if dim]
-        for dim, size in zip(dims, [int(size) for size in tile.group(1).split(",")][::-1], strict=False):
-            sizes[dim] = -(-sizes[dim] // size) * size
-        return self.bits / 8 * math.prod(sizes)
+
+        # A layout lists the dims from the fastest on, `{1,0:T(8,128)}`; a tile has the fastest last.
+        minor_to_major = [int(dim) for dim in order.group().split(",") if dim]
+        tile_sizes = [int(size) for size in tile.group(1).split(",")]
+        padded_shape = list(self.shape)
+        for dim, tile_size in zip(minor_to_major, reversed(tile_sizes), strict=False):
+            num_tiles = math.ceil(padded_shape[dim] / tile_size)
+            padded_shape[dim] = num_tiles * tile_size
+        return self.bits / 8 * math.prod(padded_shape)
 
     @property
     def is_on_host(self) -> bool:
@@ -119,8 +124,8 @@ class Instruction:
 
     def find(self, pattern: str) -> str | None:
         """The first group of a pattern in its attributes."""
-        found = re.search(pattern, self.attributes)
-        return found.group(1) if found else None
+        match = re.search(pattern, self.attributes)
+        return match.group(1) if match else None
 
 
 class Hlo:
@@ -134,25 +139,40 @@ class Hlo:
         self.computations: dict[str, list[Instruction]] = {}
         self.entry = ""
         self.made: dict[str, Instruction] = {}
+
         current: list[Instruction] | None = None
         for line in text.splitlines():
-            if line[:1] not in (" ", "}", "") and (head := _HEAD.match(line)):
-                current = self.computations[head.group(2)] = []
-                self.entry = head.group(2) if head.group(1) else self.entry
-            elif current is not None and (found := _INSTRUCTION.match(line)):
-                instruction = _parsed(found.group(2), found.group(3), is_root=bool(found.group(1)))
+            # A computation begins at the margin, its instructions are indented. To ask the first letter spares most of
+            # the lines of a large program a search.
+            head = _HEAD.match(line) if line[:1] not in (" ", "}", "") else None
+            if head is not None:
+                is_entry, name = head.groups()
+                current = self.computations[name] = []
+                if is_entry:
+                    self.entry = name
+                continue
+
+            if current is None:
+                continue
+            match = _INSTRUCTION.match(line)
+            if match is not None:
+                is_root, name, rest = match.groups()
+                instruction = _parsed(name, rest, is_root=bool(is_root))
                 current.append(instruction)
-                self.made[instruction.name] = instruction
+                self.made[name] = instruction
 
     def label(self, instruction: Instruction) -> str:
         """Its label, or that of what it works on where XLA has given it none, as when it combines several."""
-        waiting, seen = [instruction], set[str]()
+        waiting = [instruction]
+        seen = set[str]()
         while waiting and len(seen) < _MOST_SOURCES:
             current = waiting.pop(0)
             if "jit(" in current.label:
                 return current.label
             seen.add(current.name)
-            waiting += [self.made[name] for name in current.operands if name in self.made and name not in seen]
+            for name in current.operands:
+                if name in self.made and name not in seen:
+                    waiting.append(self.made[name])
         return instruction.label
 
     def called(self, instruction: Instruction) -> list[str]:
@@ -165,15 +185,21 @@ class Hlo:
     def inner(self, instruction: Instruction) -> list[tuple[str, float]]:
         """The computations that a loop, a call or a branch runs, each with how often; none for what is one itself."""
         if instruction.op == "while":
-            return [(instruction.find(r"body=%?([\w.\-]+)") or "", self.trips(instruction))]
+            body = instruction.find(r"body=%?([\w.\-]+)") or ""
+            return [(body, self.trips(instruction))]
         if instruction.op not in ("call", "conditional"):
             return []
-        called = self.called(instruction)
-        # branches that do the same count once
-        return [(name, 1.0) for name in {self._steps(name): name for name in called[::-1]}.values()]
+
+        # Each device takes one branch: of those that do the same work one counts. Branches that differ all count.
+        by_steps = {self._steps(name): name for name in reversed(self.called(instruction))}
+        return [(name, 1.0) for name in by_steps.values()]
 
     def _steps(self, name: str) -> tuple[tuple[object, ...], ...]:
-        return tuple((step.op, step.type, *map(self._steps, self.called(step))) for step in self.computations[name])
+        steps = list[tuple[object, ...]]()
+        for step in self.computations[name]:
+            called = map(self._steps, self.called(step))
+            steps.append((step.op, step.type, *called))
+        return tuple(steps)
 
     def operand(self, name: str) -> list[Array]:
         """The arrays of the result of that name."""
@@ -181,31 +207,46 @@ class Hlo:
 
     def trips(self, loop: Instruction) -> float:
         """How often the body of a loop runs, or is expected to."""
-        if (known := loop.find(r'known_trip_count":\{"n":"(\d+)"')) is not None:
+        known = loop.find(r'known_trip_count":\{"n":"(\d+)"')
+        if known is not None:
             return int(known)
-        if (expected := expected_trips(loop.label)) is not None:
+        expected = expected_trips(loop.label)
+        if expected is not None:
             return expected
+
+        # Without a count of XLA's, the limit is the largest number that the condition compares with.
         condition = self.computations.get(loop.find(r"condition=%?([\w.\-]+)") or "", [])
-        limits = [i.operands[0] for i in condition if i.op == "constant" and i.operands and i.operands[0].isdecimal()]
-        return max(map(int, limits), default=1)
+        limits = list[int]()
+        for instruction in condition:
+            if instruction.op == "constant" and instruction.operands and instruction.operands[0].isdecimal():
+                limits.append(int(instruction.operands[0]))
+        return max(limits, default=1)
 
 
 def _parsed(name: str, rest: str, *, is_root: bool) -> Instruction:
     """An instruction of what stands behind its name: the type, the operation, what it works on, attributes."""
-    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")  # layouts have no blanks
-    kind, rest = rest[:end], rest[end + 1 :]
+    # A tuple's type has blanks and brackets of its own; that of an array, with its layout, has none.
+    type_end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    result_type = rest[:type_end]
+    rest = rest[type_end + 1 :]
+
     start = rest.index("(")
     end = _closing(rest, start)
-    op, inner = rest[:start], rest[start + 1 : end]
+    op = rest[:start]
+    inner = rest[start + 1 : end]
+    # In the brackets of a parameter stands its number, in those of a constant its value.
     operands = [inner] if op in ("parameter", "constant") else re.findall(r"%([\w.\-]+)", inner)
-    return Instruction(name, kind, op, operands, rest[end + 1 :], is_root)
+    return Instruction(name, result_type, op, operands, rest[end + 1 :], is_root)
 
 
 def _closing(text: str, start: int) -> int:
     """The place of the bracket that closes the one at `start`."""
     depth = 0
     for at in range(start, len(text)):
-        depth += (text[at] == "(") - (text[at] == ")")
+        if text[at] == "(":
+            depth += 1
+        elif text[at] == ")":
+            depth -= 1
         if not depth:
             return at
     return len(text)
@@ -239,33 +280,52 @@ class Collective:
 
 
 def collective_of(hlo: Hlo, instruction: Instruction, *, scatters: bool = False) -> Collective:
-    """What a collective moves, by the best known way: a ring."""
-    size = len(next(iter(members_of(group_of(instruction))), ()))  # 0 if that is not said
-    share = (size - 1) / size if size else 1.0
-    given = sum(array.num_bytes for name in instruction.operands for array in hlo.operand(name))
-    results = sum(array.num_bytes for array in instruction.results)
+    """What a collective moves, by the best known way: a ring.
+
+    Args:
+        hlo: The program.
+        instruction: The collective.
+        scatters: Whether each device keeps a part of the sum alone: XLA:TPU writes an all-reduce in a fusion with that
+            name, and sends as a reduce-scatter does.
+    """
+    group = next(iter(members_of(group_of(instruction))), ())  # empty if the devices are not said
+    # In a ring of n devices each receives n - 1 of n parts.
+    share = (len(group) - 1) / len(group) if group else 1.0
+    operand_bytes = sum(array.num_bytes for name in instruction.operands for array in hlo.operand(name))
+    result_bytes = sum(array.num_bytes for array in instruction.results)
+
     kind = instruction.kind
-    if kind == "all-gather":
-        results = max(results - given, 0) if instruction.op != kind else results  # a start gives its inputs, too
-        return Collective(kind, results * share)
-    if kind == "all-reduce":
-        return Collective("reduce-scatter" if scatters else kind, (1 if scatters else 2) * given * share)
-    return Collective(kind, given if kind == "collective-permute" else given * share)
+    match kind:
+        case "all-gather":
+            # The result of an `all-gather-start` is a tuple that has its inputs, too.
+            if instruction.op != kind:
+                result_bytes = max(result_bytes - operand_bytes, 0)
+            return Collective(kind, result_bytes * share)
+        case "all-reduce" if scatters:
+            return Collective("reduce-scatter", operand_bytes * share)
+        case "all-reduce":
+            return Collective(kind, 2 * operand_bytes * share)
+        case "collective-permute":
+            return Collective(kind, operand_bytes)
+        case _:
+            return Collective(kind, operand_bytes * share)
 
 
 def travelling(hlo: Hlo, instruction: Instruction) -> Iterator[tuple[Instruction, Collective]]:
     """The collectives that an instruction starts: itself, or those that are fused into it."""
     if instruction.kind in KINDS:
         yield instruction, collective_of(hlo, instruction)
-    elif instruction.op in ("fusion", "async-start"):
-        for called in hlo.called(instruction):
-            scatters = "all-reduce-scatter" in called
-            for inner in hlo.computations[called]:
-                if inner.kind in KINDS:
-                    is_scatter = scatters and inner.op == "all-reduce"
-                    yield inner, collective_of(hlo, inner, scatters=is_scatter)
-                elif inner.op == "fusion":
-                    yield from travelling(hlo, inner)
+        return
+    if instruction.op not in ("fusion", "async-start"):
+        return
+    for called in hlo.called(instruction):
+        scatters = "all-reduce-scatter" in called
+        for inner in hlo.computations[called]:
+            if inner.kind in KINDS:
+                is_scatter = scatters and inner.op == "all-reduce"
+                yield inner, collective_of(hlo, inner, scatters=is_scatter)
+            elif inner.op == "fusion":
+                yield from travelling(hlo, inner)
 
 
 def between_slices(instruction: Instruction) -> float:
@@ -276,9 +336,14 @@ def between_slices(instruction: Instruction) -> float:
     target = instruction.find(r'_xla_megascale_target="\{([\d,]+)\}')
     if instruction.op != "recv" or target is None:
         return 0.0
-    num, size = len(target.split(",")), instruction.results[0].num_bytes
-    shares = {"ALL_GATHER": 1 - 1 / num, "ALL_REDUCE": 2 * (1 - 1 / num), "REDUCE_SCATTER": num - 1.0}
-    return size * shares.get(instruction.find(r'_xla_megascale_transfer_type="(\w+)"') or "", 1.0)
+    num_slices = len(target.split(","))
+    shares = {
+        "ALL_GATHER": 1 - 1 / num_slices,
+        "ALL_REDUCE": 2 * (1 - 1 / num_slices),
+        "REDUCE_SCATTER": num_slices - 1.0,
+    }
+    kind = instruction.find(r'_xla_megascale_transfer_type="(\w+)"') or ""
+    return instruction.results[0].num_bytes * shares.get(kind, 1.0)
 
 
 def identity(instruction: Instruction) -> tuple[str | None, ...]:
@@ -286,7 +351,8 @@ def identity(instruction: Instruction) -> tuple[str | None, ...]:
 
     A channel alone does not tell: all collectives of a `jax.shard_map` share one.
     """
-    if chain := instruction.find(r'chain_id="(\d+)"'):
+    chain = instruction.find(r'chain_id="(\d+)"')
+    if chain is not None:
         return instruction.op, "chain", chain, instruction.find(r"channel_id=(\d+)")
     return instruction.op, instruction.name
 
@@ -311,16 +377,27 @@ def axes_of_group(group: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
     groups = members_of(group)
     if not groups or math.prod(sizes.values()) <= max(map(max, groups)):
         return tuple(axis for axis, size in sizes.items() if size > 1)
-    places = [np.unravel_index(ids, tuple(sizes.values())) for ids in groups]
-    return tuple(axis for at, axis in enumerate(sizes) if any(len(set(place[at].tolist())) > 1 for place in places))
+
+    # The number of a device in a program is its place in the mesh, row by row.
+    coordinates = [np.unravel_index(ids, tuple(sizes.values())) for ids in groups]
+    differing = list[str]()
+    for number, axis in enumerate(sizes):
+        if any(len(set(along[number].tolist())) > 1 for along in coordinates):
+            differing.append(axis)
+    return tuple(differing)
 
 
 def members_of(group: str) -> list[list[int]]:
     """Devices of the first group of `group_of`, or of all; of pairs, all."""
-    if found := re.search(_MESH, group):
-        return [_of_mesh(*found.groups())]
-    if found := re.search(r"=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", group):
-        return [_iota(found.group(2), found.group(3)).reshape(_numbers(found.group(1)))[0].tolist()]
+    # Three ways to write a group: of a mesh (Shardy's), of numbers in order that are reshaped and transposed
+    # (`[2,4]<=[4,2]T(1,0)`, the "iota" form), and as lists.
+    of_mesh = re.search(_MESH, group)
+    if of_mesh is not None:
+        return [_of_mesh(*of_mesh.groups())]
+    of_iota = re.search(r"=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", group)
+    if of_iota is not None:
+        shape, dims, order = of_iota.groups()
+        return [_iota(dims, order).reshape(_numbers(shape))[0].tolist()]
     return [_numbers(text) for text in re.findall(r"\{(\d[\d,]*)\}", group)]
 
 
@@ -329,12 +406,18 @@ def _of_mesh(shape: str, ids: str | None, axes: str) -> list[int]:
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", shape)}
     order = re.search(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", ids or "")
     devices = np.arange(math.prod(sizes.values())) if order is None else _iota(*order.groups())
-    devices, chosen = devices.reshape(tuple(sizes.values())), dict[str, Any]()
+    devices = devices.reshape(tuple(sizes.values()))
+
+    # `'x':(2)4` is the part of axis x that varies over 4 places, with 2 places of x before it.
+    offsets: dict[str, list[Any]] = {name: [] for name in sizes}
     for name, before, part in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes):
         step = sizes[name] // int(before) // int(part) if part else 1
-        chosen.setdefault(name, []).append(np.arange(int(part or sizes[name])) * step)
-    at = [functools.reduce(np.add.outer, chosen[name]).ravel() if name in chosen else [0] for name in sizes]
-    return devices[np.ix_(*at)].ravel().tolist()
+        offsets[name].append(np.arange(int(part or sizes[name])) * step)
+    chosen = list[Any]()
+    for name in sizes:
+        steps = offsets[name]
+        chosen.append(functools.reduce(np.add.outer, steps).ravel() if steps else [0])
+    return devices[np.ix_(*chosen)].ravel().tolist()
 
 
 def _iota(dims: str, order: str | None) -> np.ndarray:

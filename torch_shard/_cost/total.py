@@ -72,7 +72,9 @@ class Walk:
     """A program, instruction by instruction."""
 
     def __init__(self, hlo: Hlo, chip: Chip | None = None) -> None:
-        self.hlo, self._traffic, self._chip = hlo, Traffic(hlo), chip
+        self.hlo = hlo
+        self._chip = chip
+        self._traffic = Traffic(hlo)
         self._seen: set[tuple[str | None, ...]] = set()
         self._is_estimated = any(_cycles(instruction) is not None for instruction in hlo.made.values())
 
@@ -81,22 +83,26 @@ class Walk:
         for instruction in self.hlo.computations[name]:
             if instruction.op in _FREE or instruction.op.endswith(("-done", "-update")):
                 continue
-            if inner := self.hlo.inner(instruction):
-                for called, number in inner:
-                    yield from self.computation(called, times * number)
+            inner = self.hlo.inner(instruction)
+            for called, number in inner:
+                yield from self.computation(called, times * number)
+            if inner:
                 continue
+
             yield from self._collectives(instruction, times)
             if instruction.kind in KINDS:
                 continue
-            if (num_bytes := between_slices(instruction)) or instruction.op in ("send", "recv"):
+            num_bytes = between_slices(instruction)
+            if num_bytes or instruction.op in ("send", "recv"):
                 yield Cost(self.hlo.label(instruction), times, between_slices=num_bytes * times)
+            # Other custom calls (annotations of shardings, allocations) are no work.
             elif instruction.op != "custom-call" or is_kernel(instruction):
-                yield self._own(instruction, times)
+                yield self._of_instruction(instruction, times)
 
-    def _own(self, instruction: Instruction, times: float) -> Cost:
+    def _of_instruction(self, instruction: Instruction, times: float) -> Cost:
         cycles = self.cycles(instruction)
-        results = [array for array in instruction.results if not array.is_on_host]
-        largest = max(results, key=lambda array: array.num_bytes, default=None)
+        on_device = [array for array in instruction.results if not array.is_on_host]
+        largest = max(on_device, key=lambda array: array.num_bytes, default=None)
         return Cost(
             self.hlo.label(instruction),
             times,
@@ -114,31 +120,45 @@ class Walk:
         If the chip is known, of a kernel by what it does; and so of all, where code was not generated yet.
         """
         chip = self._chip
-        if chip is not None and chip.clock is not None:
-            if is_kernel(instruction):
-                return int(kernel_cycles(instruction, self._traffic.of(instruction), chip))
-            if not (self._is_estimated or instruction.op in STARTS or instruction.kind in KINDS):
-                seconds = max(self._flops(instruction) / chip.flops, self._traffic.of(instruction) / chip.bandwidth)
-                return int(chip.clock * seconds) or None
+        if chip is None or chip.clock is None:
+            return int(self._total(instruction, _cycles)) or None
+        if is_kernel(instruction):
+            return int(kernel_cycles(instruction, self._traffic.of(instruction), chip))
+
+        # XLA:TPU writes its estimates as it generates code.
+        is_beside = instruction.op in STARTS or instruction.kind in KINDS
+        if not self._is_estimated and not is_beside:
+            compute = self._flops(instruction) / chip.flops
+            traffic = self._traffic.of(instruction) / chip.bandwidth
+            return int(chip.clock * max(compute, traffic)) or None
         return int(self._total(instruction, _cycles)) or None
 
     def _flops(self, instruction: Instruction) -> float:
         return self._total(instruction, lambda inner: flops_of(self.hlo, inner))
 
-    def _total(self, instruction: Instruction, own: Callable[[Instruction], float | None]) -> float:
+    def _total(self, instruction: Instruction, measure: Callable[[Instruction], float | None]) -> float:
         """Of an instruction that has none of its own, what all have that are fused into it."""
-        if (found := own(instruction)) is not None:
-            return found
+        value = measure(instruction)
+        if value is not None:
+            return value
+        total = 0.0
         called = self.hlo.called(instruction) if instruction.op in ("fusion", "call") else []
-        return sum(self._total(inner, own) for name in called for inner in self.hlo.computations[name])
+        for name in called:
+            for inner in self.hlo.computations[name]:
+                total += self._total(inner, measure)
+        return total
 
     def _collectives(self, instruction: Instruction, times: float) -> Iterator[Cost]:
-        for inner, moved in travelling(self.hlo, instruction):
-            if (key := identity(inner)) not in self._seen:
-                self._seen.add(key)
-                label = self.hlo.label(instruction)
-                own = "" if inner is instruction else inner.label
-                yield Cost(own or label, times, collective=moved)
+        for inner, collective in travelling(self.hlo, instruction):
+            key = identity(inner)
+            # The parts of a chain are one collective.
+            if key in self._seen:
+                continue
+            self._seen.add(key)
+            label = self.hlo.label(instruction)
+            if inner is not instruction and inner.label:
+                label = inner.label
+            yield Cost(label, times, collective=collective)
 
 
 def _host_bytes(instruction: Instruction) -> float:
@@ -146,12 +166,16 @@ def _host_bytes(instruction: Instruction) -> float:
     results = instruction.results
     if not instruction.op.endswith("-start") or not any(array.is_on_host for array in results):
         return 0.0
-    return max((array.num_padded_bytes for array in results if array.shape and not array.is_on_host), default=0.0)
+    # The result of a start is a tuple of both arrays and of what marks the end, which has no shape.
+    sizes = [array.num_padded_bytes for array in results if array.shape and not array.is_on_host]
+    return max(sizes, default=0.0)
 
 
 def _cycles(instruction: Instruction) -> int | None:
-    found = instruction.find(r'"estimated_cycles":"(\d+)"')
-    return int(found) if found is not None and int(found) < _OVERFLOW else None
+    estimate = instruction.find(r'"estimated_cycles":"(\d+)"')
+    if estimate is None or int(estimate) >= _OVERFLOW:
+        return None
+    return int(estimate)
 
 
 def flops_of(hlo: Hlo, instruction: Instruction) -> float | None:
@@ -166,7 +190,8 @@ def flops_of(hlo: Hlo, instruction: Instruction) -> float | None:
 def _dot(hlo: Hlo, dot: Instruction) -> float:
     left = hlo.operand(dot.operands[0])[0].shape
     dims = dot.find(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
-    return 2.0 * math.prod(dot.results[0].shape) * math.prod(left[int(dim)] for dim in dims.split(",") if dim)
+    num_summed = math.prod(left[int(dim)] for dim in dims.split(",") if dim)
+    return 2.0 * math.prod(dot.results[0].shape) * num_summed
 
 
 def _convolution(hlo: Hlo, instruction: Instruction) -> float:
@@ -174,26 +199,43 @@ def _convolution(hlo: Hlo, instruction: Instruction) -> float:
     labels = re.search(r"dim_labels=([\w?]+)_([\w?]+)->([\w?]+)", instruction.attributes)
     if labels is None:
         return 0.0
+    # One letter for each dim: b and f are rows and channels, i and o the channels of a kernel, digits its places.
     left_dims, right_dims, out_dims = labels.groups()
-    left, right = (hlo.operand(name)[0].shape for name in instruction.operands[:2])
+    left = hlo.operand(instruction.operands[0])[0].shape
+    right = hlo.operand(instruction.operands[1])[0].shape
     out = instruction.results[0].shape
-    given = dict(pair.split("=", 1) for pair in (instruction.find(r"window=\{([^}]*)\}") or "").split())
-    total = 2.0 * math.prod(out[out_dims.index(dim)] for dim in "bf") * right[right_dims.index("i")]
-    for at, dim in enumerate(dim for dim in out_dims if dim.isdigit()):
-        total *= _taps(given, at, left[left_dims.index(dim)], out[out_dims.index(dim)])
+
+    window = dict[str, str]()
+    for setting in (instruction.find(r"window=\{([^}]*)\}") or "").split():
+        name, _, value = setting.partition("=")
+        window[name] = value
+
+    num_rows, num_channels = (out[out_dims.index(letter)] for letter in "bf")
+    total = 2.0 * num_rows * num_channels * right[right_dims.index("i")]
+    places = [dim for dim in out_dims if dim.isdigit()]
+    for number, dim in enumerate(places):
+        total *= _taps(window, number, left[left_dims.index(dim)], out[out_dims.index(dim)])
     return total
 
 
-def _taps(window: dict[str, str], at: int, num_in: int, num_out: int) -> int:
+def _taps(window: dict[str, str], number: int, num_in: int, num_out: int) -> int:
     """How many pairs of an output and an input meet along one dim of the window."""
 
     def setting(name: str, default: int) -> int:
-        return int(window[name].split("x")[at]) if name in window else default
+        return int(window[name].split("x")[number]) if name in window else default
 
-    low = int(window["pad"].split("x")[at].split("_")[0]) if "pad" in window else 0
-    taps, spread = np.arange(setting("size", 1)) * setting("rhs_dilate", 1) - low, setting("lhs_dilate", 1)
-    places = np.add.outer(np.arange(num_out) * setting("stride", 1), taps)
-    return int(np.sum((places >= 0) & (places <= (num_in - 1) * spread) & (places % spread == 0)))
+    padding = 0
+    if "pad" in window:
+        before, _, _ = window["pad"].split("x")[number].partition("_")
+        padding = int(before)
+    taps = np.arange(setting("size", 1)) * setting("rhs_dilate", 1) - padding
+    starts = np.arange(num_out) * setting("stride", 1)
+    places = np.add.outer(starts, taps)
+
+    # A dilated input has a value at each so many places, and holes between them.
+    spread = setting("lhs_dilate", 1)
+    is_inside = (places >= 0) & (places <= (num_in - 1) * spread)
+    return int(np.sum(is_inside & (places % spread == 0)))
 
 
 # Costs of a program by the module that they are for.
@@ -249,27 +291,27 @@ class ModulePaths:
 
     def find(self, label: str) -> str:
         """The path of the module in a label, or what else it is for."""
-        found = ""
+        path = ""
         parts = label.split(":")[0].split("/")  # XLA lists the labels of what it combines
         for part in map(_unmapped, parts):
-            longer = f"{found}.{part}" if found else part
+            longer = f"{path}.{part}" if path else part
             if starred(longer) in self._known:
-                found = longer
-        if found:
-            return found
+                path = longer
+        if path:
+            return path
         if OPTIMIZER.strip("()") in parts:
             return OPTIMIZER
         return LOSS if "jit(" in label else COMPILER
 
     def by_module(self, costs: Iterable[Cost], why: Callable[[str], tuple[str, ...]]) -> list[ModuleCost]:
         """The costs of each module, in the order of their first instructions, and why it is constrained."""
-        found: dict[str, ModuleCost] = {}
+        modules: dict[str, ModuleCost] = {}
         for cost in costs:
             path = self.find(cost.label)
-            if path not in found:
-                found[path] = ModuleCost(path, constrained=why("" if path == LOSS else path))
-            found[path].add(cost)
-        return list(found.values())
+            if path not in modules:
+                modules[path] = ModuleCost(path, constrained=why("" if path == LOSS else path))
+            modules[path].add(cost)
+        return list(modules.values())
 
 
 def _unmapped(part: str) -> str:
@@ -296,54 +338,71 @@ class Traffic:
         self._hlo = hlo
         self._users: dict[str, list[tuple[Instruction, int]]] = collections.defaultdict(list)
         for instruction in hlo.made.values():
-            for at, name in enumerate(instruction.operands if instruction.op != "parameter" else ()):
-                self._users[name].append((instruction, at))
+            # In the place of operands, a parameter has its number.
+            if instruction.op == "parameter":
+                continue
+            for number, name in enumerate(instruction.operands):
+                self._users[name].append((instruction, number))
 
     def of(self, instruction: Instruction) -> float:
         """Bytes that one run of an instruction moves."""
         if instruction.op in STARTS:
             return self._of_start(instruction)
-        inputs = enumerate(map(self._hlo.operand, instruction.operands))
-        total = sum(min(size, self._read(instruction, at)) for at, arrays in inputs if (size := _in_memory(*arrays)))
-        written, results = self._written(instruction), instruction.results
+
+        total = 0.0
+        for number, name in enumerate(instruction.operands):
+            size = _in_memory(*self._hlo.operand(name))
+            if size:
+                total += min(size, self._read(instruction, number))
+
+        results = instruction.results
+        written = self._written(instruction)
         if len(written) != len(results):
             return total + _in_memory(*results)
-        return total + sum(min(_in_memory(array), part) for array, part in zip(results, written, strict=True))
+        for array, part in zip(results, written, strict=True):
+            total += min(_in_memory(array), part)
+        return total
 
     def _of_start(self, instruction: Instruction) -> float:
-        sizes = [array.num_padded_bytes for array in instruction.results]
         if instruction.op == "copy-start":
             return _in_memory(*instruction.results[:2])
+        sizes = [array.num_padded_bytes for array in instruction.results]
         if instruction.op == "slice-start":
             return sizes[min(1, len(sizes) - 1)] if sizes else 0
         return 2 * min(sizes, default=0)
 
-    def _read(self, user: Instruction, at: int) -> float:
+    def _read(self, user: Instruction, operand: int) -> float:
         """Bytes of an operand that an instruction reads; infinite where that may be all."""
         if user.op in _SLICES:
-            return _size_of(*user.results) if at == 0 else 0
-        if user.op == "dynamic-update-slice" and at != 1:
+            return _size_of(*user.results) if operand == 0 else 0
+        # It is written to in place: what is around the update is neither read nor written.
+        if user.op == "dynamic-update-slice" and operand != 1:
             return 0
-        if user.op != "fusion" or not (called := self._hlo.called(user)):
+        called = self._hlo.called(user) if user.op == "fusion" else []
+        if not called:
             return math.inf
+
         body = self._hlo.computations[called[0]]
-        waiting, total = [i.name for i in body if i.op == "parameter" and i.operands == [str(at)]], 0.0
+        waiting = [i.name for i in body if i.op == "parameter" and i.operands == [str(operand)]]
+        total = 0.0
         while waiting:
-            for inner, place in self._users[waiting.pop()]:
+            for inner, number in self._users[waiting.pop()]:
                 if inner.op in _ALIASES:
                     waiting.append(inner.name)
                 else:
-                    total += self._read(inner, place)
+                    total += self._read(inner, number)
         return total
 
     def _written(self, instruction: Instruction) -> list[float]:
         """Bytes of each result that an instruction writes; infinite where that may be all."""
         if instruction.op == "dynamic-update-slice":
             return [_size_of(*self._hlo.operand(instruction.operands[1]))]
-        if instruction.op != "fusion" or not (called := self._hlo.called(instruction)):
+        called = self._hlo.called(instruction) if instruction.op == "fusion" else []
+        if not called:
             return [math.inf]
         root = next(inner for inner in self._hlo.computations[called[0]] if inner.is_root)
-        return [self._of_result(name) for name in (root.operands if root.op == "tuple" else [root.name])]
+        names = root.operands if root.op == "tuple" else [root.name]
+        return [self._of_result(name) for name in names]
 
     def _of_result(self, name: str) -> float:
         made = self._hlo.made[name]

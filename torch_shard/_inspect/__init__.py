@@ -1,6 +1,5 @@
-"""Previews and proofs: comparison with torch, explanation of a capture, drawings of shardings."""
+"""Previews and proofs: comparison with torch, explanation of a capture, the first value that is not finite."""
 
-from torch_shard._inspect.drawing import Drawing, visualize_sharding
 from torch_shard._inspect.explain import Explanation, explain_capture
 from torch_shard._inspect.find_nan import NanReport, find_nan, read_bad_batch, replay, save_bad_batch
 from torch_shard._inspect.prove import Proof, Proofs, prove

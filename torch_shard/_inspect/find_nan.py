@@ -6,30 +6,31 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as torch_pytree
 
-from torch_shard._capture import tensors_in
+from torch_shard._capture import current_user_line, tensors_in
 from torch_shard._common.caller import public
-from torch_shard._common.printed import aligned, replacing
+from torch_shard._common.printed import replacing
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
-from torch_shard._inspect.origins import Origin, Origins
 from torch_shard._loss import array_paths, flatten_batch
 from torch_shard._state import TrainState, as_arrays, check_state, global_norm, present_state
-from torch_shard._train import ModuleStats, Numbers, Replay, ShardedBatch, TrainStep, array_of
+from torch_shard._train import ModuleCalls, Replay, ShardedBatch, TrainStep, array_of, numbers_in, unseen
 
 Place = Literal["", "batch", "parameter", "buffer", "constant", "forward", "backward", "norm", "update", "step"]
-
-NUM_MODULES = 20
-"""How many modules before the place a report has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,6 @@ class NanReport:
         given: What the operator was given: shapes, dtypes, from where to where the entries go.
         microbatch: Which one, from 0, of `num_microbatches`.
         num_microbatches: As `accumulate_steps`.
-        before: The last modules that ended before, the last one last; for "backward", in the order of their gradients.
         loss: Of the step; of the microbatch in eager torch, where the step was not run.
         eager_loss: Of the microbatch in eager torch, or the mean of all.
         notes: What else is to be said, as sentences.
@@ -74,7 +74,6 @@ class NanReport:
     given: tuple[str, ...] = ()
     microbatch: int = 0
     num_microbatches: int = 1
-    before: tuple[ModuleStats, ...] = ()
     loss: float = math.nan
     eager_loss: float = math.nan
     notes: tuple[str, ...] = ()
@@ -108,22 +107,12 @@ class NanReport:
 
     def __str__(self) -> str:
         is_of_one = self.num_microbatches > 1 and self.place in ("batch", "constant", "forward", "backward")
-        part = f" (microbatch {self.microbatch + 1} of {self.num_microbatches})" * is_of_one
+        part = f" (microbatch {self.microbatch + 1} of {self.num_microbatches})" if is_of_one else ""
         lines = [f"{self.sentence}{part}."]
         lines += [f"  given {text}" for text in self.given]
         lines += self.notes
-        if self.before:
-            what = "gradients of modules" if self.place == "backward" else "modules"
-            lines += ["", f"The {what} before it, the last one last:"]
-            rows = [_row(m, m.gradient if self.place == "backward" else m.output) for m in self.before]
-            lines += [f"  {line}" for line in aligned(rows)]
         lines += ["", f"Loss: {self.loss:.6g} in the step, {self.eager_loss:.6g} in eager torch on the CPU."]
         return "\n".join(lines)
-
-
-def _row(module: ModuleStats, numbers: Numbers | None) -> tuple[str, ...]:
-    about = (f"{numbers.shape} {str(numbers.dtype)[6:]}", f"largest {numbers.largest:.4g}") if numbers else ("", "")
-    return module.name, module.kind, *about
 
 
 @public
@@ -132,8 +121,9 @@ def find_nan(step: TrainStep, state: TrainState, batch: PyTree) -> NanReport:
 
     The step runs once more, without the update of `state`, and eager torch repeats it on the CPU with the same
     microbatches and random numbers, where each call, forward and backward, is looked at. An infinity that the code
-    writes itself (`masked_fill(mask, -inf)`) is not counted, nor one that vanishes again. It takes the time to compile
-    the gradients, and memory for the model on the CPU; steps cost nothing more. Of several processes, all must call it.
+    writes itself (`masked_fill(mask, -inf)`) is not counted. `step.stats(state, batch)` has the largest entries of what
+    each module returns. It takes the time to compile the gradients, and memory for the model on the CPU; steps cost
+    nothing more. Of several processes, all must call it.
 
     Args:
         step: From `make_train_step`.
@@ -164,106 +154,273 @@ def find_nan(step: TrainStep, state: TrainState, batch: PyTree) -> NanReport:
     check_kind("state", state, TrainState, hint="step.init(seed=0) gives one.")
     check_state(state)
     state, placed = as_arrays(present_state(state)), step.put(batch)
+
     out = step.gradient_step(state, placed)
-    found = replay(step, state, placed)
-    found = dataclasses.replace(found, loss=float(array_of(out["loss"])))
-    if found:
-        return found
-    return _of_step(found, out) or _after_gradients(step, state, out, found)
+    in_torch = replay(step, state, placed)
+    report = dataclasses.replace(in_torch, loss=float(array_of(out["loss"])))
+    if report:
+        return report
+    return _of_step(report, out) or _after_gradients(step, state, out, report)
 
 
 def replay(step: TrainStep, state: TrainState, placed: ShardedBatch) -> NanReport:
     """Look for the place in eager torch alone; `loss` is that of eager torch."""
-    found = _replay(Replay(step.gradient_step, state, placed))
-    if found.place not in ("forward", "backward"):
-        return found
-    notes, dtype = [*found.notes], step.options.compute_dtype
-    if dtype is not None:
-        precision = dataclasses.replace(step.options.precision, dtype=None)
-        again = _replay(Replay(step.gradient_step, state, placed, precision=precision))
-        words = "it is there as well" if again else f"all is finite, with the loss {again.loss:.6g}"
-        notes.append(f"This is what eager torch has with compute_dtype={dtype}; without it, {words}.")
-    return dataclasses.replace(found, notes=(*notes, *_loop(step, found.module)))
+    report = _replay(Replay(step.gradient_step, state, placed))
+    dtype = step.options.compute_dtype
+    if report.place not in ("forward", "backward") or dtype is None:
+        return report
+
+    precision = dataclasses.replace(step.options.precision, dtype=None)
+    in_float32 = _replay(Replay(step.gradient_step, state, placed, precision=precision))
+    words = "it is there as well" if in_float32 else f"all is finite, with the loss {in_float32.loss:.6g}"
+    note = f"This is what eager torch has with compute_dtype={dtype}; without it, {words}."
+    return dataclasses.replace(report, notes=(*report.notes, note))
 
 
 def _replay(run: Replay) -> NanReport:
+    """Repeat the microbatches up to the first that is not finite."""
     losses = list[float]()
     for number, batch in enumerate(run):
-        look = Origins(run.model, dict(zip(array_paths(batch), tensors_in(batch), strict=False)))
-        with look.modules.active(), look:
+        inputs = _bad_inputs(run.model, batch)
+        calls = _Calls(run.model)
+        with calls.modules.active(), calls:
             loss, _ = run.forward(batch)
+        calls.watch(loss.grad_fn)
         losses.append(float(loss.detach()))
-        origin = look.of(loss) or next(filter(None, map(look.of, run.model.buffers())), None)
-        if origin is None or math.isfinite(losses[-1]):
+
+        report = None
+        bad_buffers = [name for name, buffer in run.model.named_buffers() if _worst(buffer)]
+        if not math.isfinite(losses[-1]) or any(name not in inputs for name in bad_buffers):
+            report = _of_inputs(inputs) or _of_forward(calls, losses[-1])
+        else:
             run.backward(loss)
-            origin = look.of_gradients() or origin
-        if origin is not None:
-            return _report(look, origin, number, len(run), losses[-1])
+            bad_gradients = [name for name, p in run.model.named_parameters() if p.grad is not None and _worst(p.grad)]
+            if bad_gradients:
+                report = _of_inputs(inputs) or _of_backward(calls, bad_gradients)
+
+        if report is not None:
+            sizes = {"microbatch": number, "num_microbatches": len(run)}
+            return dataclasses.replace(report, **sizes, loss=losses[-1], eager_loss=losses[-1])
     mean = float(np.mean(losses))
     return NanReport(num_microbatches=len(run), loss=mean, eager_loss=mean)
 
 
-def _report(look: Origins, origin: Origin, number: int, num: int, loss: float) -> NanReport:
-    root = origin.root
-    place: Place = {"call": "forward", "gradient": "backward", "asked": "forward"}.get(root.kind, root.kind)  # pyright: ignore
-    ended = [look.modules.rows[at] for at in look.modules.with_gradient] if place == "backward" else look.modules.rows
-    notes = [] if root.kind != "asked" else ["The code writes this infinity, and nothing takes it away again."]
-    if root is not origin:
-        notes.append(f"The first {origin.value} is a result of {origin.name} in {origin.module} ({origin.line}).")
-    elif origin.cause is not None:
-        made = "the code itself" if origin.cause.kind == "asked" else f"{origin.cause.kind} {origin.cause.name}"
-        notes.append(f"The operator was given {origin.cause.value} by {made}.")
-    return NanReport(
-        place=place,
-        module=root.module,
-        name=root.name,
-        value=root.value,
-        line=root.line,
-        given=root.given,
-        microbatch=number,
-        num_microbatches=num,
-        before=tuple(ended[: root.order][-NUM_MODULES:]),
-        loss=loss,
-        eager_loss=loss,
-        notes=tuple(notes),
-    )
+def _bad_inputs(model: nn.Module, batch: PyTree) -> dict[str, tuple[Place, str]]:
+    """What is not finite before the first call, by name: what it is, and its worst value."""
+    leaves = dict(zip(array_paths(batch), tensors_in(batch), strict=False))
+    tensors: dict[Place, dict[str, torch.Tensor]] = {
+        "parameter": dict(model.named_parameters()),
+        "buffer": dict(model.named_buffers()),
+        "batch": leaves,
+    }
+    return {
+        name: (place, value)
+        for place, named in tensors.items()
+        for name, tensor in named.items()
+        if (value := _worst(tensor))
+    }
 
 
-def _loop(step: TrainStep, module: str) -> list[str]:
-    """Say which iteration of a loop a module is, if it is in one."""
-    loops = (loop for program in (*step.programs, *step.gradient_step.programs) for loop in program.loops)
-    for loop in loops:
-        for number, layer in enumerate(loop.layers):
-            if f"{module}.".startswith(f"{layer}.") and not loop.is_backward:
-                return [f"The step runs {layer} as iteration {number} of a loop over {len(loop.layers)} layers."]
-    return []
+def _of_inputs(inputs: Mapping[str, tuple[Place, str]]) -> NanReport | None:
+    """The report of the first input that was not finite before."""
+    for name, (place, value) in inputs.items():
+        # A mask of a batch or of a buffer holds minus infinity on purpose, for a softmax behind it.
+        if value != "minus infinity" or place == "parameter":
+            return NanReport(place=place, name=name, value=value)
+    return None
 
 
-def _of_step(found: NanReport, out: Mapping[str, PyTree]) -> NanReport | None:
+def _of_forward(calls: _Calls, loss: float) -> NanReport:
+    """The report of the first call that made what is not finite."""
+    notes = list[str]()
+    if calls.forward:
+        first = calls.forward[0]
+        first_nan = next((call for call in calls.forward if call.value == "NaN"), first)
+        if first_nan is not first:
+            notes.append(f"The first NaN is a result of {first_nan}.")
+    elif calls.written:
+        first = calls.written[0]
+        notes.append("The code writes this infinity, and nothing takes it away again.")
+    else:
+        first = _Call("a tensor that no call made", "loss_fn", "", "NaN" if math.isnan(loss) else "infinity")
+    place: Place = "constant" if first.name == "a tensor that no call made" else "forward"
+    return _report(place, first, notes)
+
+
+def _of_backward(calls: _Calls, bad_gradients: list[str]) -> NanReport:
+    """The report of the first derivative that is not finite though what arrives is."""
+    shown = ", ".join(bad_gradients[:4]) + (", ..." if len(bad_gradients) > 4 else "")
+    notes = [f"Gradients that are not finite: {shown}."]
+    origins = [call for call, was_finite in calls.backward if was_finite]
+    if origins:
+        return _report("backward", origins[0], notes)
+
+    # Each derivative is finite, but the sum of two overflows; or a hook on a parameter has changed its gradient.
+    notes.append("What arrives there is a sum of gradients, or a hook has changed it.")
+    late = calls.backward[0][0] if calls.backward else _Call(bad_gradients[0], "the model", "no call", "NaN")
+    return _report("backward", late, notes)
+
+
+def _report(place: Place, call: _Call, notes: list[str]) -> NanReport:
+    about = {"module": call.module, "name": call.name, "value": call.value, "line": call.line, "given": call.given}
+    return NanReport(place=place, **about, notes=tuple(notes))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call of torch: the operator, in which module and line, the worst of its results, and what it was given."""
+
+    name: str
+    module: str
+    line: str
+    value: str = ""
+    given: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name} in {self.module} ({self.line})"
+
+
+class _Calls(TorchFunctionMode):
+    """Looks at what each call of torch takes and gives, and at the gradients that go back through it.
+
+    torch's anomaly mode (`torch.autograd.detect_anomaly`) looks for NaN in the backward pass alone. The derivative of
+    `sqrt` at 0 is an infinity, of which an operator behind it makes NaN: that one would be named.
+
+    Attributes:
+        modules: Which module is running.
+        forward: Calls that made what is not finite of what was, in order.
+        written: Calls that were given an infinity as a number, and gave it.
+        backward: Calls with a gradient that is not finite, in order, and whether what arrived was.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.modules = ModuleCalls(model)
+        self.forward = list[_Call]()
+        self.written = list[_Call]()
+        self.backward = list[tuple[_Call, bool]]()
+        self._nodes = set[Any]()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: PyTree = (), kwargs: PyTree = None
+    ) -> PyTree:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "a call")
+        if name in ("__get__", "__set__"):  # an attribute: `.data`, `.T`
+            return func(*args, **kwargs)
+
+        inputs = tensors_in((args, kwargs))
+        before = [_worst(tensor) for tensor in inputs]
+        for tensor in inputs:
+            self.watch(tensor.grad_fn)
+        if "NaN" in before and not self.forward:
+            self.forward.append(_Call("a tensor that no call made", self.modules.current, current_user_line(), "NaN"))
+
+        out = func(*args, **kwargs)
+
+        # Inputs again, for a call may write to them: batch_norm writes to buffers that it does not return.
+        results = tensors_in(out)
+        after = [_worst(tensor) for tensor in inputs]
+        changed = [now for was, now in zip(before, after, strict=True) if now != was]
+        value = _worst_of([*map(_worst, results), *changed])
+        if value is not None:
+            unchanged = [tensor for tensor, was, now in zip(inputs, before, after, strict=True) if now == was]
+            call = _Call(name, self.modules.current, current_user_line(), value, tuple(map(_describe, unchanged)))
+            if value == "NaN" and "NaN" not in before:
+                self.forward.append(call)
+            elif not any(before):
+                leaves = torch_pytree.tree_leaves((args, kwargs))
+                by_code = any(isinstance(leaf, float) and math.isinf(leaf) for leaf in leaves)
+                calls = self.written if by_code else self.forward
+                calls.append(call)
+
+        for tensor in (*inputs, *results):
+            self.watch(tensor.grad_fn, name)
+        return out
+
+    def watch(self, node: Any, name: str = "") -> None:
+        """Look at the derivatives of a call: its node of autograd, and those behind it that no call before had."""
+        waiting = [node]
+        while waiting:
+            node = waiting.pop()
+            # The node of a leaf, which has the leaf as `variable`, only adds gradients up.
+            if node is None or node in self._nodes or hasattr(node, "variable"):
+                continue
+            self._nodes.add(node)
+            operator = name or node.name().removesuffix("Backward0")
+            call = _Call(operator, self.modules.current, current_user_line())
+            node.register_hook(functools.partial(self._look, call))
+            waiting += [following for following, _ in node.next_functions]
+
+    def _look(self, call: _Call, gradients: PyTree, cotangents: PyTree) -> None:
+        value = _worst_of(map(_worst, tensors_in(gradients)))
+        if value is None:
+            return
+        arrived = tensors_in(cotangents)
+        was_finite = not any(map(_worst, arrived))
+        given = tuple(f"the gradient that arrives: {_describe(tensor)}" for tensor in arrived)
+        self.backward.append((dataclasses.replace(call, value=value, given=given), was_finite))
+
+
+@unseen()
+def _describe(tensor: torch.Tensor) -> str:
+    """A tensor in a few words: shape, dtype, and from where to where its entries go."""
+    said = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    numbers = numbers_in(tensor)
+    if numbers is None or numbers.is_complex():
+        return said
+    finite = numbers[numbers.isfinite()]
+    if finite.numel():
+        said += f" from {float(finite.min()):.4g} to {float(finite.max()):.4g}"
+    wrong = numbers.numel() - finite.numel()
+    return said + (f", {wrong} of {numbers.numel()} entries not finite" if wrong else "")
+
+
+@unseen()
+def _worst(tensor: torch.Tensor) -> str | None:
+    """The worst that is in a tensor; None if all is finite."""
+    numbers = numbers_in(tensor)
+    if numbers is None or bool(numbers.isfinite().all()):
+        return None
+    if bool(numbers.isnan().any()):
+        return "NaN"
+    return "infinity" if numbers.is_complex() or bool((numbers == math.inf).any()) else "minus infinity"
+
+
+def _worst_of(values: Iterable[str | None]) -> str | None:
+    """NaN before any infinity."""
+    bad = [value for value in values if value is not None]
+    return "NaN" if "NaN" in bad else next(iter(bad), None)
+
+
+def _of_step(report: NanReport, out: Mapping[str, PyTree]) -> NanReport | None:
     """The report where the step is not finite and eager torch is."""
     parts = {"gradient": out["grads"], "buffer": {**out["buffers"], **out["written"]}}
     wrong = [f"{kind} {n}" for kind, part in parts.items() for n, value in part.items() if not _is_finite(value)]
-    if math.isfinite(found.loss) and not wrong:
+    if math.isfinite(report.loss) and not wrong:
         return None
     note = f"In the step {', '.join(wrong[:4]) or 'the loss'} {'are' if len(wrong) > 1 else 'is'} not finite."
     advice = "step.prove(state, batch) compares all values of the step with eager torch."
-    return dataclasses.replace(found, place="step", value="NaN", notes=(note, advice))
+    return dataclasses.replace(report, place="step", value="NaN", notes=(note, advice))
 
 
-def _after_gradients(step: TrainStep, state: TrainState, out: Mapping[str, PyTree], found: NanReport) -> NanReport:
+def _after_gradients(step: TrainStep, state: TrainState, out: Mapping[str, PyTree], report: NanReport) -> NanReport:
     """The report where loss and gradients are finite, and what is made of them is not."""
     grads: dict[str, jax.Array] = out["grads"]
-    sizes = {name: float(np.abs(array_of(grad)).max(initial=0)) for name, grad in grads.items()}
-    place, name, value = "norm", max(sizes, key=sizes.__getitem__, default=""), "infinity"
+    largest = {name: float(np.abs(array_of(grad)).max(initial=0)) for name, grad in grads.items()}
+    place, name, value = "norm", max(largest, key=largest.__getitem__, default=""), "infinity"
+
     if _is_finite(global_norm(grads)):
-        held = {**dict(state.params), **out["written"]}
-        updated = step.update_by_name(state, grads, {name: held[name] for name in grads}, out["loss"])
+        entries = {**dict(state.params), **out["written"]}
+        params = {name: entries[name] for name in grads}
+        updated = step.update_by_name(state, grads, params, out["loss"])
         wrong = [name for name, parameter in updated.items() if not _is_finite(parameter)]
         if not wrong:
-            return found
+            return report
         place, name, value = "update", wrong[0], "not finite"
-    given = (f"the gradient of {name}: its largest entry is {sizes[name]:.4g}",)
-    return dataclasses.replace(found, place=place, name=name, value=value, given=given)
+
+    given = (f"the gradient of {name}: its largest entry is {largest[name]:.4g}",)
+    return dataclasses.replace(report, place=place, name=name, value=value, given=given)
 
 
 def _is_finite(value: jax.Array) -> bool:

@@ -54,7 +54,7 @@ from torch_shard._sharding.mesh import (
 )
 from torch_shard._sharding.pipeline import Pipeline, Schedule, Stages
 from torch_shard._sharding.plan import PlanFn, ShardingPlan, check_plan, in_form_of, plan_for
-from torch_shard._sharding.resolved import ResolvedEntry, ResolvedPlan
+from torch_shard._sharding.resolved import ResolvedPlan
 from torch_shard._sharding.stack_rows import row_sharding, stack_sharding, take_row
 from torch_shard._sharding.stacked import (
     Layout,

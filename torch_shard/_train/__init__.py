@@ -23,7 +23,7 @@ from torch_shard._train.make import make_apply, make_eval_step, make_train_step
 from torch_shard._train.options import StepOptions
 from torch_shard._train.placing import HostBatch, ShardedBatch
 from torch_shard._train.replay import Replay
-from torch_shard._train.stats import ModuleCalls, ModuleStats, Numbers, numbers_in, unseen
+from torch_shard._train.stats import ModuleCalls, numbers_in, unseen
 from torch_shard._train.step import EvalStep, Step
 from torch_shard._train.train_function import TrainFunction, train_step
 from torch_shard._train.train_step import TrainStep

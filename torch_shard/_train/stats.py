@@ -161,8 +161,6 @@ class ModuleCalls:
         self._running = list[str]()
         self.rows = list[ModuleStats]()
         """In the order in which their calls ended."""
-        self.with_gradient = list[int]()
-        """Numbers of rows, in the order in which their gradients came."""
 
     @property
     def current(self) -> str:
@@ -194,7 +192,6 @@ class ModuleCalls:
 
         def arrived(grad: torch.Tensor) -> None:
             self.rows[at] = dataclasses.replace(self.rows[at], gradient=Numbers.of(grad))
-            self.with_gradient.append(at)
 
         if tensor.requires_grad:
             tensor.register_hook(arrived)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -216,27 +216,14 @@ class Step(InNotebooks, CompiledStep):
             A `Preview`: memory by part, collectives, arithmetic and, on TPU, cycles by module; `fits()`, and
             `assert_at_most(...)` for tests. A program that is too large has the memory alone.
         """
-        return self.previewing(batch)()
-
-    @error_prefix("preview")
-    def previewing(self, batch: PyTree) -> Callable[[], Preview]:
-        """The part of a preview that reads the model; the rest, which compiles, may be called in another thread.
-
-        Args:
-            batch: As `preview` takes it.
-        """
         state = self.structs
         program, normal, arrays = self._wanted(state, batch)
         lowered = program.lower(normal, arrays)
         model: Any = self.model
         paths = [type(model).__name__, *dict(model.named_modules())]
         notes, why = self._notes(self.programs[-1:]), program.loss.constraints.why
-
-        def rest() -> Preview:
-            with self._cache.active():
-                return preview_of(lowered, state, arrays, plan=self.plan, paths=paths, notes=notes, why=why)
-
-        return rest
+        with self._cache.active():
+            return preview_of(lowered, state, arrays, plan=self.plan, paths=paths, notes=notes, why=why)
 
 
 class EvalStep(Step):

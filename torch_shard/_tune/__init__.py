@@ -1,4 +1,4 @@
-"""Which mesh, plan and options a step is to have: the default compiled first, others by arithmetic."""
+"""Which mesh, plan and options a step is to have: the default compiled first, then a few others."""
 
 from torch_shard._tune.tune import tune
 from torch_shard._tune.tuning import Tuning, load_tuned

@@ -26,10 +26,7 @@ from torch_shard._common.validate import check_directory, check_kind, check_modu
 from torch_shard._loss import check_loss_fn, flatten_batch
 from torch_shard._sharding import LossFn, holdings, make_mesh
 from torch_shard._train import TrainStep, make_train_step
-from torch_shard._tune.cache import Cache
-from torch_shard._tune.candidates import Candidate
-from torch_shard._tune.search import Search
-from torch_shard._tune.task import Task
+from torch_shard._tune.search import MOST, Search
 from torch_shard._tune.tuning import Choice, Tuning, budgets_of
 
 CHOSEN = ("mesh", "plan", "optimizer_plan")
@@ -58,9 +55,9 @@ def tune(
     """Find the mesh, the plan and the options with which a step takes the least time and fits.
 
     What a user takes who does not tune, `plans.fsdp` with all devices on the axis `batch`, is compiled first, as
-    `step.preview` does it, and is the one to beat. Then come other factorisations of the devices, recipes, `remat`,
-    and layers in loops or one by one, in the order of arithmetic. What there was no time to compile is
-    ranked by arithmetic, and says so. Nothing is placed on a device, and nothing runs, unless `measure` asks for it.
+    `step.preview` does it, and is the one to beat. If it does not fit, `remat="dots"`, `remat="block"` and `offload`
+    are tried. Then come other meshes and recipes, and layers in loops or one by one: eight candidates in all, sorted by
+    the time that the compiler says. Nothing is placed on a device, and nothing runs, unless `measure` asks for it.
     Ctrl-C ends the search with the best so far. The logger `torch_shard` tells what is compiled, at level INFO.
 
     Args:
@@ -70,7 +67,7 @@ def tune(
         batch: The whole batch of a step, or shapes of it: tensors on the meta device, `jax.ShapeDtypeStruct`s.
         topology: Accelerators that this machine need not have, such as `"v5e:16x16"`, as `make_mesh` takes it.
         devices: Or devices of JAX. By default all that it sees.
-        minutes: For the search. What is compiling when they are over is not waited for; the process ends after it.
+        minutes: For the search. The default is always compiled; no other begins when they are over.
         cache: A directory in which what was compiled is noted, so that the same call later is fast, or goes on. Its
             files are data, of which nothing is executed.
         measure: Whether the three best and the default are run for ten steps each, on real devices, with a model and a
@@ -79,12 +76,11 @@ def tune(
             that is made here otherwise (`remat`, `scan_layers`) is then no choice.
 
     Returns:
-        A `Tuning`: printed, a table; `found.best.options` for `make_train_step`; `found.save(path)`. `found.best.found`
-        is None where the best was not compiled.
+        A `Tuning`: printed, a table; `found.best.options` for `make_train_step`; `found.save(path)`.
 
     Raises:
         TypeError: An argument is of the wrong kind, or `make_train_step` has no such option.
-        ValueError: There is no such topology; the batch divides over no mesh; the model fits nowhere.
+        ValueError: There is no such topology; the batch divides over no mesh; none of the candidates fits.
 
     Example:
         >>> import optax, torch, torch_shard as ts
@@ -104,28 +100,31 @@ def tune(
     directory = None if cache is None else check_directory("cache", cache)
     deadline = time.monotonic() + 60 * minutes
     mesh = make_mesh(devices, topology=topology, batch=-1)
-    found = sorted(mesh.devices.flat, key=lambda device: device.id)
-    make = functools.partial(make_train_step, model, loss_fn, optimizer)
-    task = Task(make, model, batch, devices=found, options=step_options)
-    search = Search(task.prepare, task.estimates, Cache(directory, task.about()), deadline, task.limit)
+    ordered = sorted(mesh.devices.flat, key=lambda device: device.id)
+    search = Search(
+        functools.partial(make_train_step, model, loss_fn, optimizer),
+        model,
+        batch,
+        devices=ordered,
+        options=step_options,
+        directory=directory,
+        deadline=deadline,
+    )
     search.run()
-    where = topology or f"{len(found)} x {getattr(found[0], 'device_kind', found[0].platform)}"
-    tuning = _tuning(task, search, where)
-    if not measure:
-        return tuning
-    return _measured(tuning, task, search.default)
+
+    where = topology or f"{len(ordered)} x {getattr(ordered[0], 'device_kind', ordered[0].platform)}"
+    tuning = _tuning(search, where)
+    return _measured(tuning, search) if measure else tuning
 
 
-def _tuning(task: Task, search: Search, where: str) -> Tuning:
-    def choice(candidate: Candidate) -> Choice:
-        found = search.found.get(candidate)
-        sizes = search.seconds(candidate), search.memory(candidate)
-        return Choice(task.options_of(candidate), budgets_of(found) if found else {}, candidate, found, *sizes)
-
-    choices = tuple(choice(candidate) for candidate in search.ranking())
-    notes = tuple(_notes(task, search, choices))
-    tuning = Tuning(choices, task.pruned, notes, where, task.limit, task.options, task.model)
-    if all(own.found and not search.fits(own.candidate) for own in choices):
+def _tuning(search: Search, where: str) -> Tuning:
+    choices = list[Choice]()
+    for candidate in search.ranking():
+        found = search.measured[candidate]
+        choices.append(Choice(search.options_of(candidate), budgets_of(found), candidate, found))
+    notes = tuple(_notes(search))
+    tuning = Tuning(tuple(choices), search.pruned, notes, where, search.limit, search.options, search.model)
+    if not search.not_reached and not search.interrupted and not any(map(search.fits, search.measured)):
         raise ValueError(
             f"{caller()}: all candidates were compiled, and none fits. Take more devices, a smaller batch, "
             f"accumulate_steps=2 or more, or compute_dtype=torch.bfloat16.\n{tuning}"
@@ -133,17 +132,13 @@ def _tuning(task: Task, search: Search, where: str) -> Tuning:
     return tuning
 
 
-def _notes(task: Task, search: Search, choices: Sequence[Choice]) -> Iterator[str]:
-    best = choices[0]
+def _notes(search: Search) -> Iterator[str]:
     if search.interrupted:
         yield "Interrupted: this is the best so far."
-    if best.found is None:
-        what = "The best was not compiled" if search.found else "Nothing was compiled in the time"
-        yield f"{what}: it is the best by arithmetic. Give more minutes, or see step.preview of it."
-    ahead = [c for c in choices if c.found is None and c.seconds < best.seconds and search.fits(c.candidate)]
-    if ahead:
-        yield f"Not compiled, but faster by arithmetic: {len(ahead)}, as {ahead[0].candidate}. Give more minutes."
-    if task.chip.clock is None:
+    if search.not_reached:
+        names = "; ".join(map(str, search.not_reached[: MOST - len(search.measured)]))
+        yield f"Not compiled for want of time: {names}. Give more minutes."
+    if search.chip.clock is None:
         yield ESTIMATES
 
 
@@ -167,13 +162,18 @@ def _check(minutes: float, measure: bool, options: Mapping[str, Any], topology: 
 BEST, STEPS = 3, 10
 
 
-def _measured(tuning: Tuning, task: Task, default: Candidate) -> Tuning:
+def _measured(tuning: Tuning, search: Search) -> Tuning:
     """Run the best choices and the default, and order them by the clock."""
-    best = [c for c in tuning.choices if c in tuning.choices[:BEST] or c.candidate == default]
-    fitting = [choice for choice in best if tuning.limit is None or choice.memory <= tuning.limit]
-    ran = [dataclasses.replace(own, measured=_seconds(task.step(own.candidate).apart(), task.batch)) for own in fitting]
+    ran, others = list[Choice](), list[Choice]()
+    for number, choice in enumerate(tuning.choices):
+        is_asked = number < BEST or choice.candidate == search.default
+        if is_asked and search.fits(choice.candidate):
+            seconds = _seconds(search.step(choice.candidate).apart(), search.batch)
+            ran.append(dataclasses.replace(choice, measured=seconds))
+        else:
+            others.append(choice)
     ran.sort(key=lambda choice: choice.measured or 0.0)
-    return dataclasses.replace(tuning, choices=(*ran, *(c for c in tuning.choices if c not in fitting)))
+    return dataclasses.replace(tuning, choices=(*ran, *others))
 
 
 def _seconds(step: TrainStep, batch: PyTree) -> float:

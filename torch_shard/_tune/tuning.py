@@ -40,12 +40,9 @@ class Choice:
 
     Attributes:
         options: Keyword arguments of `make_train_step`.
-        budgets: Keyword arguments of `Preview.assert_at_most`: what was found, and five percent. Empty where nothing
-            was compiled.
+        budgets: Keyword arguments of `Preview.assert_at_most`: what was found, and five percent.
         candidate: In words: mesh, recipe, and how layers run.
-        found: What the compiler says; None where it was not asked.
-        seconds: Of a step: what the compiler says, else what arithmetic does, corrected by what was compiled.
-        memory: Bytes of one device, by the same.
+        found: What the compiler says; None where this was read from a file.
         measured: Seconds of a step on the devices, if it ran there.
     """
 
@@ -53,9 +50,17 @@ class Choice:
     budgets: Mapping[str, float]
     candidate: Candidate
     found: Measured | None = None
-    seconds: float = 0.0
-    memory: float = 0.0
     measured: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, as the compiler says; 0 where it was not asked."""
+        return 0.0 if self.found is None else self.found.seconds
+
+    @property
+    def memory(self) -> float:
+        """Bytes of one device, by the same."""
+        return 0.0 if self.found is None else self.found.memory
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -63,10 +68,9 @@ class Tuning(InNotebooks):
     """Findings of `tune`; printed, a table.
 
     Attributes:
-        choices: The best first, and what does not fit last. Those with `found` were compiled; where one stands that was
-            not, arithmetic says.
+        choices: What was compiled, the best first, and what does not fit last.
         pruned: What was left out, in words, with the reason.
-        notes: What else there is to say: that the best was not compiled, an interruption.
+        notes: What else there is to say: what there was no time for, an interruption.
         where: Topology or devices.
         limit: Bytes of one device; None if that is not known.
         fixed: Options that the user gave.
@@ -92,7 +96,7 @@ class Tuning(InNotebooks):
 
     @property
     def best(self) -> Choice:
-        """The choice to take: by the clock where steps were measured, else by the compiler, else by arithmetic."""
+        """The choice to take: by the clock where steps were measured, else by the compiler."""
         return self.choices[0]
 
     @public
@@ -133,27 +137,25 @@ class Tuning(InNotebooks):
 
     def _table(self) -> Table:
         table = Table(title=f"Tuned for {self.where}", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
-        for column in ("candidate", "GiB left", "compute ms", "exposed ms", "time ms", "measured ms", "by", "why not"):
+        for column in ("candidate", "GiB left", "compute ms", "exposed ms", "time ms", "measured ms", "why not"):
             table.add_column(column)
         for choice in self.choices:
             table.add_row(*self._row(choice))
-        table.caption = "~ is not compiled, and counts as longer in this order than arithmetic says"
         return table
 
     def _row(self, choice: Choice) -> list[str]:
         found = choice.found or Measured()
-        about, by = ("~", "arithmetic") if choice.found is None else ("", "the compiler")
         times = [found.compute, found.exposed, choice.seconds, choice.measured or 0.0]
         compute, exposed, seconds, measured = (f"{time * 1e3:.4g}" if time else "-" for time in times)
-        left = "-" if self.limit is None else f"{about}{(self.limit - choice.memory) / GIB:.2f}"
-        return [str(choice.candidate), left, compute, exposed, about + seconds, measured, by, self._why(choice)]
+        left = "-" if self.limit is None else f"{(self.limit - choice.memory) / GIB:.2f}"
+        return [str(choice.candidate), left, compute, exposed, seconds, measured, self._why(choice)]
 
     def _why(self, choice: Choice) -> str:
         best = self.best
         if choice is best:
             return "the best"
         if self.limit is not None and choice.memory > self.limit:
-            return f"{'likely ' * (choice.found is None)}needs {choice.memory / GIB:.2f} of {self.limit / GIB:.2f} GiB"
+            return f"needs {choice.memory / GIB:.2f} of {self.limit / GIB:.2f} GiB"
         if choice.found and choice.found.refused:
             return choice.found.refused
         if bool(choice.measured) != bool(best.measured):
