@@ -2,7 +2,6 @@
 
 from torch_shard._loss.activations import check_activations
 from torch_shard._loss.batch import BatchSignature, array_paths, flatten_batch
-from torch_shard._loss.batch_objects import TakenApart
 from torch_shard._loss.capture import loss_program, reads_texts
 from torch_shard._loss.effects import Doing
 from torch_shard._loss.host_values import HostBuffers, HostValues, capture_with, own_copy
