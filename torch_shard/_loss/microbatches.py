@@ -18,8 +18,8 @@ from torch_shard._common.dtypes import dtype_of_sums
 from torch_shard._common.types import PyTree
 from torch_shard._device import BatchLayout
 from torch_shard._loss.batch import BatchSignature
+from torch_shard._loss.loss_program import LossOutputs, LossProgram
 from torch_shard._loss.pipelined import PipelinedLoss
-from torch_shard._loss.program import LossOutputs, LossProgram
 from torch_shard._sharding import ResolvedPlan, Stacks, constrain_stacks, describe_mesh, describe_spec
 
 ArrayT = TypeVar("ArrayT", jax.Array, torch.Tensor)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.caller import caller
-from torch_shard._loss.program import LossInputs, LossOutputs, LossProgram, forms_of
+from torch_shard._loss.loss_program import LossInputs, LossOutputs, LossProgram, forms_of
 from torch_shard._scan import (
     GraphInput,
     NoPipeline,
