@@ -6,7 +6,7 @@ from torch_shard._scan.intercept import LayerInterceptor
 from torch_shard._scan.pipeline_layers import Order, take
 from torch_shard._scan.pipeline_parts import NoPipeline, Parts, find_stages, parts_of
 from torch_shard._scan.pipeline_run import PipelineRun
-from torch_shard._scan.region import Call
+from torch_shard._scan.region import Call, Region
 from torch_shard._scan.rolled import (
     REMAT,
     CapturedLayers,
