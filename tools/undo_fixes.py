@@ -76,10 +76,10 @@ EDITS = {
     ),
     "98f2e70": Edit("_optim/from_torch.py", "found |= {place: own} if own else {}", "found[place] = own"),
     "079108e": Edit(
-        "_lowering/carried.py",
+        "_lowering/number_inputs.py",
         "if repr(other.numbers[place]) != repr(number)",
         "if other.numbers[place] != number",
-        ("tests/loss/test_carried.py",),
+        ("tests/loss/test_answers.py",),
     ),
     "13d6bd6": Edit(
         "_device/placement.py", "host_array(array, rounds=True)", "host_array(array)", ("tests/loss/test_batch.py",)
@@ -96,7 +96,7 @@ EDITS = {
     "0bdef26": Edit(
         "_interop/torch_function.py", "    def _differentiable(", "    @functools.cache\n    def _differentiable("
     ),
-    "04bdc39": Edit("_loss/host_values.py", "goes_on=self.num > 1", "goes_on=False", ("tests/loss/test_carried.py",)),
+    "04bdc39": Edit("_loss/answers.py", "goes_on=self.num > 1", "goes_on=False", ("tests/loss/test_answers.py",)),
     "bf5f98c": Edit("_io/checkpointer.py", "with uninterrupted():", "if True:"),
     "a263166": Edit(
         "_state/state.py", "        state = as_arrays(state, self.structs)\n", "", ("tests/state/test_state_checks.py",)

@@ -21,9 +21,9 @@ from tests.oracles.steps import anew, step_of
 from tests.tables import layered, layers_with_effects, models, odd, semantics
 from tests.tables.cases import Case, chosen, make_mesh
 from tests.tables.semantics import WIDTH, built
+from torch_shard._loss.answers import HostValues
 from torch_shard._loss.batch import flatten_batch
 from torch_shard._loss.capture import loss_program
-from torch_shard._loss.host_values import HostValues
 from torch_shard._loss.joint import LossSource
 
 

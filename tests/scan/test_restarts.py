@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.oracles.eager import assert_follows, eager_trajectory
-from tests.scan.test_capture import Seen
+from tests.scan.test_rolled import Seen
 from tests.tables.cases import Case, chosen, regression, squared_error
 from tests.tables.layered import with_sizes
 from tests.tables.layers import WIDTH, Block, Stack

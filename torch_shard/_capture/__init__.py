@@ -12,6 +12,7 @@ from torch_shard._capture.autocast import (
     widened,
 )
 from torch_shard._capture.autograd_functions import leaves_behind, runs_user_backward
+from torch_shard._capture.canonical import canonical_form, node_form, nodes_of_closure, value_form
 from torch_shard._capture.constants import bits_of, is_literal, tensors_in
 from torch_shard._capture.data_dependence import DEVICE_OF, current_values, within_operator
 from torch_shard._capture.effect_plan import EffectPlan, Write, evaluated, is_number
@@ -52,4 +53,4 @@ from torch_shard._capture.provenance import current_user_line, is_user_file, lea
 from torch_shard._capture.reads import Reads
 from torch_shard._capture.replacements import trunc_normal_
 from torch_shard._capture.side_effects import ABSENT, NUMBERS, Change, Place, Same, new_values
-from torch_shard._capture.trace import Aux, Captured, Spec, TensorFn, capture, meaning, same_closure
+from torch_shard._capture.trace import Aux, Captured, Spec, TensorFn, capture

@@ -8,8 +8,7 @@ PyTorch's semi-public tracing API.
 import contextlib
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -21,19 +20,17 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.fx import Node
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._capture.autocast import autocast_only
+from torch_shard._capture.canonical import canonical_form
 from torch_shard._capture.constants import (
-    Constants,
-    bits_of,
     carry_random_places,
     constants_to_inputs,
     decomposes_draws,
-    is_literal,
     return_writes,
 )
 from torch_shard._capture.data_dependence import DataDependence
@@ -53,7 +50,7 @@ from torch_shard._capture.side_effects import Change, refuse_new_parameters
 from torch_shard._capture.simplify import simplify, stride_in_order
 from torch_shard._capture.stand_ins import StandIn, StandIns, standing_in
 from torch_shard._common.caller import caller
-from torch_shard._common.fx import STRICT_VIEWS, args_of, check_outputs, fill_in, is_random, outputs_of
+from torch_shard._common.fx import STRICT_VIEWS, check_outputs, outputs_of
 from torch_shard._common.overrides import FUNCTIONS, OPERATORS
 from torch_shard._common.patching import without_collection
 from torch_shard._common.types import PyTree
@@ -135,7 +132,7 @@ def capture(
     keep: Keep,
     explain: bool = False,
     restore: bool = True,
-    code: Callable[[Captured[Aux]], list[str]] | None = None,
+    inner: Callable[[], Iterable[GraphModule]] = tuple,
 ) -> Captured[Aux]:
     """Run `fn` once on fakes of `specs` and return the graph of ATen operators that it ran.
 
@@ -145,7 +142,7 @@ def capture(
         keep: Tells, for an operator and whether PyTorch has a core rule to decompose it, if it stays whole.
         explain: Record source lines on the nodes (slower; for error messages).
         restore: Put back the attributes that `fn` changes on modules; otherwise a capture around this one does.
-        code: Gives the code of a graph that was just captured, with that of the graphs which it calls by number.
+        inner: Gives the graphs that the graph which was just captured calls by number.
 
     Raises:
         NotImplementedError: Python depends on the value of a tensor in `fn`. The message has file and line.
@@ -168,8 +165,7 @@ def capture(
             _tell_what_is_known(modes)
             raise error from None
     if effects is not None and (effects.made or effects.counted or effects.counted_in_modules):
-        code = code or (lambda graph: [graph.module.code])
-        graph, changes = _with_plan(graph, changes, effects, run, code)
+        graph, changes = _with_plan(graph, changes, effects, run, inner)
     again = functools.partial(run, explain=False)
     if generators is not None and (line := generators.line_that_draws(again)) is not None:
         raise NotImplementedError(
@@ -198,10 +194,10 @@ def _with_plan(
     changes: list[Change],
     effects: Effects,
     run: Callable[..., tuple[Captured[Aux], list[Change], Effects | None]],
-    code: Callable[[Captured[Aux]], list[str]],
+    inner: Callable[[], Iterable[GraphModule]],
 ) -> tuple[Captured[Aux], list[Change]]:
     """Capture again with stand-ins at the places that Python writes to, and give the plan of both captures."""
-    plan, first = effects.made, code(graph)
+    plan, first = effects.made, canonical_form(graph, inner())
     assert plan is not None
     stand_ins, reads = StandIns(effects), list[str]()
     taken_back = [(count.place, count.place.get()) for count in effects.counted_in_modules]
@@ -221,7 +217,7 @@ def _with_plan(
         if later is None or later.made is None:
             continue
         reads = stand_ins.reads(later.made, made)
-        is_same = code(second) == first and same_closure(graph, second)
+        is_same = canonical_form(second, inner()) == first
         if is_same and (both := stand_ins.merged(later, made)) is not None:
             not_done = [count.place.name for count in effects.counted if not both.sets(count.place)]
             if not_done:
@@ -464,59 +460,3 @@ def _errors_for_users() -> Iterator[None]:
             f"{place}\nHere {asks} of a tensor{_instead(place)}"
             f"{_AFTER_A_SELECTION.format(str(unknown).splitlines()[0]) if unknown else ''}"
         ) from error
-
-
-def same_closure(first: Captured, second: Captured) -> bool:
-    """Tell whether two captures with the same graph close over the same tensors.
-
-    Literals are compared by value, and what the host is asked for by how it is computed there.
-    """
-    if first.host is not None and second.host is not None and first.host.meaning() == second.host.meaning():
-        asked = {id(a): id(b) for a, b in zip(first.host.given, second.host.given, strict=True)}
-    else:
-        asked = {}
-    return len(first.closure) == len(second.closure) and all(
-        a is b or asked.get(id(a)) == id(b) or (is_literal(a) and is_literal(b) and bits_of(a) == bits_of(b))
-        for a, b in zip(first.closure, second.closure, strict=True)
-    )
-
-
-def meaning(captured: Captured) -> tuple[Hashable, ...]:
-    """The operators of a program in order; programs with equal ones compute the same.
-
-    A causal mask is the same whether the program builds it or has it given.
-    """
-    graph = captured.module.graph
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    closure = dict(zip(inputs[len(inputs) - len(captured.closure) :], captured.closure, strict=True))
-    constants = Constants(graph, None, {node: t for node, t in closure.items() if is_literal(t)})
-    names: dict[Node, str] = {}
-    numbers = itertools.count()
-
-    def name(node: Node) -> str:
-        if node not in names:
-            value = constants.value(node)
-            names[node] = bits_of(value) if isinstance(value, torch.Tensor) else f"%{next(numbers)}"
-        return names[node]
-
-    found: list[Hashable] = []
-    for node in graph.nodes:
-        if node in closure and not is_literal(closure[node]):
-            names[node] = f"closure {id(closure[node])}"
-        elif node.op == "placeholder":
-            name(node)
-        elif node.op != "call_function" or not isinstance(constants.value(node), torch.Tensor):
-            place = node.meta.get("random_place") if is_random(node) else None
-            args = args_of(node)
-            if "called" in node.meta:  # its first argument is a number of this capture
-                args = (node.meta["called"], *args[1:])
-            found.append((str(node.target), repr(fill_in((args, node.kwargs), lambda n: _Name(name(n)))), place))
-            name(node)
-    return tuple(found)
-
-
-class _Name(str):
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)

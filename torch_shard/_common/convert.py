@@ -31,6 +31,9 @@ class Static(Generic[T]):
     def __hash__(self) -> int:
         return hash(self._exact)
 
+    def __repr__(self) -> str:
+        return repr(self.value)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Static) and self._exact == other._exact
 

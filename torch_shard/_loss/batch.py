@@ -9,22 +9,56 @@ import numpy as np
 import torch
 
 from torch_shard._capture import Spec
-from torch_shard._common.convert import flatten
+from torch_shard._common.caller import caller
+from torch_shard._common.convert import Static, flatten
 from torch_shard._common.dtypes import captured_dtype, torch_dtype
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import named
-from torch_shard._loss.batch_objects import TakenApart, is_static, take_apart
+from torch_shard._loss.records import Record, is_static, open_record
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """A tree of JAX without its leaves.
+
+    Attributes:
+        tree: As JAX has it.
+        num_leaves: How many leaves it has.
+        order: The keys of its dicts in the order in which they were put in; JAX sorts them.
+    """
+
+    tree: Any
+    num_leaves: int
+    order: Any
+
+    def filled(self, leaves: Sequence[PyTree]) -> PyTree:
+        """The tree with these leaves."""
+        return _reordered(jax.tree.unflatten(self.tree, leaves), self.order)
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenRecord:
+    """Stands among the leaves of a signature before those of a record: its class, and the tree of each of its parts."""
+
+    record: Record
+    parts: tuple[Structure, ...]
+
+    def __str__(self) -> str:
+        return f"{self.record.kind.__name__} of {len(self.parts)} parts"
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchSignature:
     """The part of a batch that a program depends on: its structure, and per leaf a `Spec` or a plain value."""
 
-    tree: object
+    structure: Structure
     leaves: tuple[object, ...]
-    """Of an object that JAX does not know a `TakenApart`, and its arrays after it."""
-    order: Any = None
-    """The keys of the batch's dicts in the order in which they were put in; JAX sorts them."""
+    """Of a record an `OpenRecord`, and its leaves after it."""
+
+    @property
+    def tree(self) -> object:
+        """The structure, as JAX has it."""
+        return self.structure.tree
 
     @property
     def specs(self) -> list[Spec]:
@@ -44,47 +78,103 @@ class BatchSignature:
     @property
     def without_texts(self) -> "BatchSignature":
         """The same for all texts."""
-        return self.with_texts([""] * len(texts)) if (texts := self.texts) else self
+        texts = self.texts
+        return self.with_texts([""] * len(texts)) if texts else self
 
     def with_texts(self, texts: Iterable[object]) -> "BatchSignature":
         """The same with these texts in the places of its own."""
-        given = iter(texts)
-        leaves = (next(given) if type(leaf) is str else leaf for leaf in self.leaves)
-        return dataclasses.replace(self, leaves=tuple(leaves))
+        texts = iter(texts)
+        leaves = tuple(next(texts) if type(leaf) is str else leaf for leaf in self.leaves)
+        return dataclasses.replace(self, leaves=leaves)
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> PyTree:
         """The batch, with these tensors as its array leaves."""
-        batch = jax.tree.unflatten(self.tree, list(self._rebuilt(tensors)))
-        return _reordered(batch, self.order)
+        return _rebuilt(self.structure, iter(self.leaves), iter(tensors))
 
-    def _rebuilt(self, tensors: Sequence[torch.Tensor]) -> Iterator[PyTree]:
-        given, leaves = iter(tensors), iter(self.leaves)
-        for leaf in leaves:
-            if isinstance(leaf, TakenApart):
-                yield leaf.rebuild([next(given) for _, _ in zip(leaf.holes, leaves, strict=False)])
-            else:
-                yield next(given) if isinstance(leaf, Spec) else leaf
+
+def _rebuilt(structure: Structure, leaves: Iterator[object], tensors: Iterator[torch.Tensor]) -> PyTree:
+    """A tree, which takes as many of these leaves and tensors as it has."""
+    values: list[PyTree] = []
+    for _ in range(structure.num_leaves):
+        leaf = next(leaves)
+        if isinstance(leaf, Spec):
+            values.append(next(tensors))
+        elif isinstance(leaf, OpenRecord):
+            parts = [_rebuilt(part, leaves, tensors) for part in leaf.parts]
+            values.append(leaf.record.fill(parts))
+        else:
+            values.append(leaf.value if isinstance(leaf, Static) else leaf)
+    return structure.filled(values)
+
+
+class _Flattened:
+    """The leaves of a batch in order, those of records too.
+
+    Attributes:
+        arrays: Tensors, arrays and numbers.
+        paths: Those of the arrays, if they are asked for.
+        kinds: What a program depends on, of each leaf.
+    """
+
+    def __init__(self, *, with_paths: bool = False) -> None:
+        self._with_paths = with_paths
+        self.arrays: list[PyTree] = []
+        self.paths: list[str] = []
+        self.kinds: list[object] = []
+
+    def add(self, tree: PyTree, path: str, *, in_record: bool = False) -> Structure:
+        """Add the leaves of a tree at this path."""
+        leaves, structure = flatten(tree, _is_iterator)
+        paths = _paths(tree, path) if self._with_paths else []
+        for number, leaf in enumerate(map(_number, leaves)):
+            try:
+                kind = _describe(leaf, in_record)
+            except TypeError:
+                with named(_paths(tree, path)[number]):
+                    raise
+            if kind is None:
+                self._add_record(leaf, _paths(tree, path)[number])
+                continue
+
+            self.kinds.append(kind)
+            if isinstance(kind, Spec):
+                self.arrays.append(leaf)
+                self.paths += paths[number : number + 1]
+        return Structure(structure, len(leaves), _order(tree))
+
+    def _add_record(self, leaf: PyTree, path: str) -> None:
+        opened = open_record(leaf, path)
+        if opened is None:
+            raise TypeError(
+                f"{caller()}: {path} is of type {type(leaf).__name__}, which is neither an array nor a dict, a tuple "
+                "or a dataclass. Pass its arrays in one of these."
+            )
+        record, parts = opened
+
+        # The record stands before its leaves, and knows the trees of its parts once these have been added.
+        position = len(self.kinds)
+        self.kinds.append(None)
+        structures = tuple(self.add(part, path + end, in_record=True) for end, part in parts)
+        self.kinds[position] = OpenRecord(record, structures)
 
 
 def flatten_batch(batch: PyTree) -> tuple[list[PyTree], BatchSignature]:
     """The array leaves of a batch (tensors, arrays, numbers) and its signature."""
-    leaves, tree = flatten(batch, _is_iterator)
-    leaves = list(map(_number, leaves))
-    found, kinds = list[PyTree](), list[object]()
-    for number, leaf in enumerate(leaves):
-        try:
-            kind = _describe(leaf)
-        except TypeError:
-            with named(_paths(batch)[number]):
-                raise
-        if kind is None:
-            apart, arrays = take_apart(leaf, _paths(batch)[number])
-            kinds += [apart, *(_describe(array) for _, array in arrays)]
-            found += [array for _, array in arrays]
-        else:
-            kinds.append(kind)
-            found += [leaf] if isinstance(kind, Spec) else []
-    return found, BatchSignature(tree, tuple(kinds), _order(batch))
+    flattened = _Flattened()
+    structure = flattened.add(batch, "batch")
+    return flattened.arrays, BatchSignature(structure, tuple(flattened.kinds))
+
+
+def array_paths(batch: PyTree) -> list[str]:
+    """Path of each array leaf of a batch, for messages."""
+    flattened = _Flattened(with_paths=True)
+    flattened.add(batch, "batch")
+    return flattened.paths
+
+
+def _paths(tree: PyTree, start: str) -> list[str]:
+    leaves = cast(list[tuple[tuple[object, ...], object]], jax.tree_util.tree_leaves_with_path(tree, _is_iterator))
+    return [start + jax.tree_util.keystr(path) for path, _ in leaves]
 
 
 def _order(batch: Any) -> Any:
@@ -107,8 +197,8 @@ def _number(leaf: PyTree) -> PyTree:
     return leaf.item() if isinstance(leaf, np.number) and not isinstance(leaf, np.timedelta64) else leaf
 
 
-def _describe(leaf: PyTree) -> object:
-    """What a program depends on in a leaf; None for an object to be taken apart."""
+def _describe(leaf: PyTree, in_record: bool) -> object:
+    """What a program depends on in a leaf; None for a record."""
     if isinstance(leaf, torch.Tensor):
         return Spec(tuple(leaf.shape), leaf.dtype)
     if isinstance(leaf, np.ndarray):
@@ -116,25 +206,9 @@ def _describe(leaf: PyTree) -> object:
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return Spec(leaf.shape, captured_dtype(leaf.dtype))
     if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
-        return Spec((), torch.int64 if isinstance(leaf, int) else torch.float32)
+        # In a record they are sizes and settings, which methods of the record work with as Python's numbers.
+        return Static(leaf) if in_record else Spec((), torch.int64 if isinstance(leaf, int) else torch.float32)
     return leaf if is_static(leaf) else None
-
-
-def array_paths(batch: PyTree) -> list[str]:
-    """Path of each array leaf of a batch, for messages."""
-    found: list[str] = []
-    for path, leaf in zip(_paths(batch), jax.tree.leaves(batch, _is_iterator), strict=True):
-        kind = _describe(_number(leaf))
-        if kind is None:
-            found += [path + inner for inner, _ in take_apart(leaf, path)[1]]
-        elif isinstance(kind, Spec):
-            found.append(path)
-    return found
-
-
-def _paths(batch: PyTree) -> list[str]:
-    leaves = cast(list[tuple[tuple[object, ...], object]], jax.tree_util.tree_leaves_with_path(batch, _is_iterator))
-    return ["batch" + jax.tree_util.keystr(path) for path, _ in leaves]
 
 
 def _is_iterator(node: object) -> bool:

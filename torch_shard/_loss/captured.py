@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from torch_shard._capture import Guard, HostInputs, ModuleFlags, flags_hold, made_buffers, module_roots
-from torch_shard._loss.carried import Answers, outline_of_loss
-from torch_shard._loss.host_values import HostValues
+from torch_shard._loss.answers import Answers, HostValues, outline_of_loss
 from torch_shard._loss.joint import LossShape
 from torch_shard._lowering import GraphOutline
 from torch_shard._scan import CapturedLayers

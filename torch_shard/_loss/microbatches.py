@@ -18,8 +18,8 @@ from torch_shard._common.dtypes import dtype_of_sums
 from torch_shard._common.types import PyTree
 from torch_shard._device import BatchLayout
 from torch_shard._loss.batch import BatchSignature
+from torch_shard._loss.loss_program import LossOutputs, LossProgram
 from torch_shard._loss.pipelined import PipelinedLoss
-from torch_shard._loss.program import LossOutputs, LossProgram
 from torch_shard._sharding import ResolvedPlan, Stacks, constrain_stacks, describe_mesh, describe_spec
 
 ArrayT = TypeVar("ArrayT", jax.Array, torch.Tensor)
@@ -39,9 +39,16 @@ class Microbatches:
         """Refuse a batch that cannot be split into microbatches."""
         if self.num == 1:
             return
-        shapes = {path: shape for path, leaf in zip(paths, leaves, strict=True) if (shape := tuple(np.shape(leaf)))}
+
+        shapes: dict[str, tuple[int, ...]] = {}
+        faults: list[str] = []
+        for path, leaf in zip(paths, leaves, strict=True):
+            shape = tuple(np.shape(leaf))
+            if shape:
+                shapes[path] = shape
+                faults += self._faults(path, shape)
+
         sizes = {shape[0] for shape in shapes.values()}
-        faults = [fault for path, shape in shapes.items() if (fault := self._fault(path, shape))]
         if len(sizes) > 1:
             faults = [f"  {path} {shape}: {shape[0]} rows" for path, shape in shapes.items()]
             remedy = (
@@ -53,7 +60,8 @@ class Microbatches:
                 "Choose a batch size that divides, and drop the last incomplete batch (DataLoader(drop_last=True))."
             )
         else:
-            faults, remedy = ["  It has only scalars."], "There is nothing to split: leave accumulate_steps out."
+            faults = ["  It has only scalars."]
+            remedy = "There is nothing to split: leave accumulate_steps out."
         if faults:
             layout = self._layout
             raise ValueError(
@@ -61,27 +69,29 @@ class Microbatches:
                 f"{describe_mesh(layout.mesh)}.\n\n" + "\n".join(faults) + f"\n\n{remedy}"
             )
 
-    def _fault(self, path: str, shape: tuple[int, ...]) -> str | None:
+    def _faults(self, path: str, shape: tuple[int, ...]) -> list[str]:
         shards = self._num_shards(shape)
         if shape[0] and shape[0] % (self.num * shards) == 0:
-            return None
+            return []
         spec = describe_spec(self._layout.sharding(len(shape)).spec)
         needed = f"{self.num * shards} = accumulate_steps={self.num} * {shards} shards"
-        return f"  {path} {shape}: dim 0 = {shape[0]} is not a positive multiple of {needed} (batch_spec {spec})."
+        return [f"  {path} {shape}: dim 0 = {shape[0]} is not a positive multiple of {needed} (batch_spec {spec})."]
 
     def _num_shards(self, shape: tuple[int, ...]) -> int:
         """Over how many shards the layout splits the leading dim."""
-        one = self._layout.sharding(len(shape)).shard_shape((self._layout.mesh.size, *shape[1:]))[0]
-        return self._layout.mesh.size // one
+        # JAX divides only what is divisible, and any number of shards divides the number of devices.
+        num_devices = self._layout.mesh.size
+        shard_shape = self._layout.sharding(len(shape)).shard_shape((num_devices, *shape[1:]))
+        return num_devices // shard_shape[0]
 
     def signature(self, batch: BatchSignature) -> BatchSignature:
         """Signature of one microbatch of a batch."""
-        leaves = (
-            dataclasses.replace(leaf, shape=(leaf.shape[0] // self.num, *leaf.shape[1:]))
-            if isinstance(leaf, Spec) and leaf.shape
-            else leaf
-            for leaf in batch.leaves
-        )
+        leaves: list[object] = []
+        for leaf in batch.leaves:
+            if isinstance(leaf, Spec) and leaf.shape:
+                num_rows, *row_shape = leaf.shape
+                leaf = dataclasses.replace(leaf, shape=(num_rows // self.num, *row_shape))
+            leaves.append(leaf)
         return dataclasses.replace(batch, leaves=tuple(leaves))
 
     def run(self, program: LossProgram, plan: ResolvedPlan) -> tuple[Callable[..., LossOutputs], list[str]]:
@@ -104,39 +114,47 @@ class Microbatches:
         def run(
             key: jax.Array, tensors: Stacks, batch: Sequence[jax.Array], closure: Sequence[jax.Array]
         ) -> LossOutputs:
-            split = self._taken_apart(batch, program.num_given)
+            microbatches = self._microbatches(batch, program.num_given)
             trained = tensors.part(program.grads)
-            carried = tensors.part([*program.written, *program.buffers])
+            first_carried = tensors.part([*program.written, *program.buffers])
 
             def one(carry: PyTree, xs: PyTree) -> PyTree:
-                (held, sums), (index, rows) = carry, xs
-                parts = [whole if part is None else part for whole, part in zip(batch, rows, strict=True)]
-                out = program.run(jax.random.fold_in(key, index), tensors.updated(held), parts, closure)
+                carried, sums = carry
+                index, rows = xs
+                leaves = [whole if part is None else part for whole, part in zip(batch, rows, strict=True)]
+                out = program.run(jax.random.fold_in(key, index), tensors.updated(carried), leaves, closure)
+
                 grads = Stacks.from_dict(out.grads, sums.layout)
                 sums = constrain(Stacks(sums.layout, map(jnp.add, sums.arrays, grads.arrays)))
-                return (held.updated({**out.written, **out.buffers}), sums), (out.loss, out.metrics)
+                carried = carried.updated({**out.written, **out.buffers})
+                return (carried, sums), (out.loss, out.metrics)
 
             zeros = jax.tree.map(lambda a: jnp.zeros_like(a, dtype_of_sums(a.dtype)), trained)
-            (held, sums), (losses, metrics) = jax.lax.scan(one, (carried, zeros), (jnp.arange(self.num), split))
+            carry, outputs = jax.lax.scan(one, (first_carried, zeros), (jnp.arange(self.num), microbatches))
+            carried, sums = carry
+            losses, metrics = outputs
             out = LossOutputs(
                 loss=losses,
                 metrics=metrics,
                 grads=sums,
-                buffers=held.part(program.buffers),
-                written=held.part(program.written),
+                buffers=carried.part(program.buffers),
+                written=carried.part(program.written),
             )
             return self._means(out, trained)
 
         return run, []
 
-    def _taken_apart(self, batch: Sequence[jax.Array], num_given: int) -> list[jax.Array | None]:
+    def _microbatches(self, batch: Sequence[jax.Array], num_given: int) -> list[jax.Array | None]:
         """Each leaf as `(n, ...)`, None for scalars; the last `num_given` are so already."""
+        num_leaves = len(batch) - num_given
+        leaves = batch[:num_leaves]
+        computed_on_host = batch[num_leaves:]
         if self.num == 1:
-            return [x[None] if x.ndim or at >= len(batch) - num_given else None for at, x in enumerate(batch)]
-        rows, given = batch[: len(batch) - num_given], batch[len(batch) - num_given :]
-        layouts = self._layout.of_leaves([array.shape for array in rows])
-        own = [self._split(x, layout) if x.ndim else None for x, layout in zip(rows, layouts, strict=True)]
-        return [*own, *given]
+            return [x[None] if x.ndim else None for x in leaves] + [x[None] for x in computed_on_host]
+
+        layouts = self._layout.of_leaves([array.shape for array in leaves])
+        split = [self._split(x, layout) if x.ndim else None for x, layout in zip(leaves, layouts, strict=True)]
+        return [*split, *computed_on_host]
 
     def _through_stages(self, program: LossProgram, plan: ResolvedPlan) -> tuple[Callable[..., LossOutputs], list[str]]:
         """The same, for layers over the stages of a pipeline."""
@@ -145,10 +163,14 @@ class Microbatches:
         def run(
             key: jax.Array, tensors: Stacks, batch: Sequence[jax.Array], closure: Sequence[jax.Array]
         ) -> LossOutputs:
-            split = self._taken_apart(batch, program.num_given)
-            parts = [x if part is None else part for x, part in zip(batch, split, strict=True)]
-            keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(self.num))
-            out = loss.run(key[None] if self.num == 1 else keys, tensors, parts, closure)
+            microbatches = self._microbatches(batch, program.num_given)
+            leaves = [x if part is None else part for x, part in zip(batch, microbatches, strict=True)]
+
+            # One microbatch draws what the batch draws without a pipeline.
+            keys = key[None]
+            if self.num > 1:
+                keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(self.num))
+            out = loss.run(keys, tensors, leaves, closure)
             return self._means(out, tensors.part(program.grads))
 
         return run, loss.report
@@ -173,12 +195,16 @@ class Microbatches:
         """The microbatches of the leaves of a batch that lie on the CPU."""
         if self.num == 1:
             return [list(tensors)]
-        split = [self._rows(tensor) if tensor.ndim else tensor.expand(self.num) for tensor in tensors]
-        return [[rows[number].contiguous() for rows in split] for number in range(self.num)]
+
+        stacked = [self._rows(tensor) if tensor.ndim else tensor.expand(self.num) for tensor in tensors]
+        return [[rows[number].contiguous() for rows in stacked] for number in range(self.num)]
 
     def _rows(self, array: ArrayT) -> ArrayT:
-        rest, shards = array.shape[1:], self._num_shards(tuple(array.shape))
-        return array.reshape(shards, self.num, -1, *rest).swapaxes(0, 1).reshape(self.num, -1, *rest)
+        """`(B, ...)` to `(n, B / n, ...)`: of each shard's rows the k-th part is in microbatch k."""
+        num_shards = self._num_shards(tuple(array.shape))
+        row_shape = array.shape[1:]
+        by_shard = array.reshape(num_shards, self.num, -1, *row_shape)
+        return by_shard.swapaxes(0, 1).reshape(self.num, -1, *row_shape)
 
     def _split(self, array: jax.Array, layout: BatchLayout) -> jax.Array:
         """`(B, ...)` to `(n, B / n, ...)`, each microbatch spread as the batch was; compiles to no communication."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.caller import caller
-from torch_shard._loss.program import LossInputs, LossOutputs, LossProgram, forms_of
+from torch_shard._loss.loss_program import LossInputs, LossOutputs, LossProgram, forms_of
 from torch_shard._scan import (
     GraphInput,
     NoPipeline,
@@ -32,26 +32,37 @@ class PipelinedLoss:
     def __init__(self, program: LossProgram, plan: ResolvedPlan, num: int, rows: Sequence[str]) -> None:
         assert plan.stages is not None
         self._num = num
-        self._program, self._plan, self._rows, self._stages = program, plan, rows, plan.stages
-        shape = program.program.graph.aux
-        rolled, self._num_grads = program.rolled, len(shape.grads)
+        self._program = program
+        self._plan = plan
+        self._rows = rows
+        self._stages = plan.stages
+        rolled = program.rolled
         if rolled is None:
             raise ValueError(self._refusal(next((line for line in program.report), "they are not captured as one")))
-        outputs = rolled.outputs
-        self._buffers = outputs[1 + self._num_grads :][: len(shape.buffers)]
-        self._refuse_writes()
-        given = [outputs[0], *outputs[1 + self._num_grads + len(shape.buffers) : program.program.graph.num_outputs]]
-        varying = itertools.compress(itertools.count(len(program.inputs)), self._others)
+
+        # The outputs of the graph: the loss, gradients, buffers, metrics.
+        shape = program.program.graph.aux
+        buffers_at = 1 + len(shape.grads)
+        metrics_at = buffers_at + len(shape.buffers)
+        loss, *others = rolled.outputs[: program.program.graph.num_outputs]
+        grads = rolled.outputs[1:buffers_at]
+        metrics = others[metrics_at - 1 :]
+        self._refuse_writes(rolled.outputs[buffers_at:metrics_at])
+
+        varying = itertools.compress(itertools.count(len(program.inputs)), self._differ)
         try:
-            self.parts = parts_of(
-                rolled.items, given, outputs[1 : 1 + self._num_grads], stages=self._stages, varying=varying
-            )
+            self.parts = parts_of(rolled.items, [loss, *metrics], grads, stages=self._stages, varying=varying)
         except NoPipeline as error:
             raise ValueError(self._refusal(str(error))) from None
         self.order = _order(self._stages, num, self.parts)
-        pairs = zip(shape.grads, outputs[1:], strict=False)
-        names = ((operands, names_of(g)) for g, o in pairs if len(operands := operands_of([o])) == len(names_of(g)))
-        self._names = {v: name for operands, named in names for v, name in zip(operands, named, strict=True)}
+
+        # The parameter that a sum of gradients is of says where the sum lies.
+        self._name_of_grad: dict[Operand, str] = {}
+        for graph_input, output in zip(shape.grads, grads, strict=True):
+            operands = operands_of([output])
+            names = names_of(graph_input)
+            if len(operands) == len(names):  # a gradient that is zero is no operand
+                self._name_of_grad |= zip(operands, names, strict=True)
 
     @property
     def report(self) -> list[str]:
@@ -71,11 +82,14 @@ class PipelinedLoss:
             "pipeline, or make of each layer a module that takes the result of the one before and gives the next one's."
         )
 
-    def _refuse_writes(self) -> None:
-        shape = self._program.program.graph.aux
-        pairs = zip(shape.buffers, self._buffers, strict=True)
-        kept = {name for name, value in pairs if isinstance(value, Operand) and isinstance(value.source, int)}
-        if changed := [*(name for name in shape.buffers if name not in kept), *self._program.written]:
+    def _refuse_writes(self, buffers: Sequence[object]) -> None:
+        changed: list[str] = []
+        for name, value in zip(self._program.buffers, buffers, strict=True):
+            is_input = isinstance(value, Operand) and isinstance(value.source, int)
+            if not is_input:
+                changed.append(name)
+        changed += self._program.written
+        if changed:
             raise NotImplementedError(
                 f"{caller()}: forward writes {', '.join(changed[:4])}{', ...' * (len(changed) > 4)}, and in a pipeline "
                 "several microbatches are under way at once. Use a plan without pipeline, or layers that keep no "
@@ -83,13 +97,13 @@ class PipelinedLoss:
             )
 
     @functools.cached_property
-    def _others(self) -> list[bool]:
+    def _differ(self) -> list[bool]:
         """Of the inputs of the graph that follow those of the model, whether they differ by microbatch."""
-        given = self._program.answers.are_given
+        are_given = self._program.answers.are_given
         graph = self._program.program.graph.module.graph
         nodes = graph.find_nodes(op="placeholder")[len(self._program.inputs) :]
-        leaves = nodes[: len(nodes) - len(given)]
-        return [*(node.meta["val"].ndim > 0 for node in leaves), *given]
+        leaves = nodes[: len(nodes) - len(are_given)]
+        return [node.meta["val"].ndim > 0 for node in leaves] + are_given
 
     def run(
         self, keys: jax.Array, tensors: Stacks, batch: Sequence[jax.Array], closure: Sequence[jax.Array]
@@ -104,14 +118,19 @@ class PipelinedLoss:
         """
         shape = self._program.program.graph.aux
         others = self._program.extra_inputs(batch, closure)
-        if more := self.order.num - len(keys):  # of an evaluation, which gives too few for the rounds
-            keys = _filled(keys, more)
-            others = [_filled(x, more) if differs else x for x, differs in zip(others, self._others, strict=True)]
-        inputs = _Inputs(self._program.inputs, tensors, others, self._others)
+
+        # An evaluation may give fewer microbatches than the rounds of a pipeline need; those added are cut off again.
+        num_missing = self.order.num - len(keys)
+        if num_missing:
+            keys = _filled(keys, num_missing)
+            pairs = zip(others, self._differ, strict=True)
+            others = [_filled(x, num_missing) if differs else x for x, differs in pairs]
+
+        inputs = _Inputs(self._program.inputs, tensors, others, self._differ)
         assert self._program.rows is not None
         run = PipelineRun(self.parts, self.order, self._program.rows, keys=keys, inputs=inputs, place=self._place)
-        given, grads = run.run()
-        loss, *metrics = jax.tree.map(lambda x: x[: self._num], given)
+        losses_and_metrics, grads = run.run()
+        loss, *metrics = jax.tree.map(lambda x: x[: self._num], losses_and_metrics)
         return LossOutputs(
             loss=loss,
             metrics=jax.tree.unflatten(shape.metrics, metrics),
@@ -122,12 +141,14 @@ class PipelinedLoss:
 
     def _place(self, first: Operand, total: jax.Array) -> jax.Array:
         """A sum of gradients of layers, `(rounds, layers, stages, ...)`, where the parameter of the first one lies."""
-        name = self._names.get(first)
+        name = self._name_of_grad.get(first)
         if name is None:
             return total
+
         sharding = self._plan.stored(name)
         if len(sharding.spec) > total.ndim - 3:
             return total
+
         spec = PartitionSpec(None, None, self._stages.axis, *sharding.spec)
         return constrain_in_steps(total, NamedSharding(sharding.mesh, spec), self._rows)
 
@@ -144,9 +165,9 @@ def _order(stages: Stages, num: int, parts: Parts) -> Order:
     return Order(stages, num, stages.pipeline.schedule == "1f1b")
 
 
-def _filled(values: jax.Array, more: int) -> jax.Array:
+def _filled(values: jax.Array, num_missing: int) -> jax.Array:
     """More microbatches like the last one."""
-    return jnp.concatenate([values, *[values[-1:]] * more])
+    return jnp.concatenate([values] + [values[-1:]] * num_missing)
 
 
 class _Inputs(LossInputs):

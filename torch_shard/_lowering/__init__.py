@@ -1,6 +1,5 @@
 """An ATen graph as a function of JAX arrays: a table of operators, an interpreter, and captures with their lowering."""
 
-from torch_shard._lowering.carried import GraphOutline, Kind, Number, Place, outline_of, split_kinds, vectors
 from torch_shard._lowering.compiler_options import compiler_options
 from torch_shard._lowering.constrained_values import ConstrainedValue, ConstrainedValues, constrained_values
 from torch_shard._lowering.constraints import DIMS, ROWS, SEQUENCE, USED_AS
@@ -18,6 +17,7 @@ from torch_shard._lowering.interpreter import (
     place_of,
     report_own,
 )
+from torch_shard._lowering.number_inputs import GraphOutline, Kind, Number, Place, outline_of, split_kinds, vectors
 from torch_shard._lowering.ops import (
     LOWERINGS,
     ON_MESH,

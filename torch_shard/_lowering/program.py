@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NoReturn
 
 import jax
@@ -22,23 +22,24 @@ from torch_shard._capture import (
     StaleTensor,
     TensorFn,
     bits_of,
+    canonical_form,
     capture,
     depends_on_inputs,
     is_capturing,
     leave_users_frames,
     made_buffers,
-    meaning,
     module_roots,
     new_values,
+    node_form,
+    nodes_of_closure,
     replaces_tensors,
-    same_closure,
 )
 from torch_shard._common.axes import manual_axes, still_hold, tracked_axes
 from torch_shard._common.dtypes import has_x64
-from torch_shard._common.fx import COPIES, DIM_VIEWS, fill_in, operator_name, shape_of
+from torch_shard._common.fx import COPIES, DIM_VIEWS, operator_name, shape_of
 from torch_shard._common.overrides import KERNELS
-from torch_shard._lowering.carried import Kind, Place, carry, outline_of
 from torch_shard._lowering.interpreter import Lowered, draws_random, lower, missing_lowerings, place_of
+from torch_shard._lowering.number_inputs import Kind, Place, carry, outline_of
 from torch_shard._lowering.ops import keeps_whole
 
 # Closed-over tensors of 64-bit floating point, of which JAX keeps 32 bits: where that loses digits.
@@ -73,7 +74,7 @@ class Program(Generic[Aux]):
         self._again = (fn, specs, what) if looks else None
         self._looks = Looks()
         try:
-            self.graph: Captured[Aux] = capture(fn, specs, keep=keeps_whole, code=self._code)
+            self.graph: Captured[Aux] = capture(fn, specs, keep=keeps_whole, inner=inner)
         except Exception as error:
             config: Any = jax.config
             if config.jax_traceback_filtering != "off" and not is_capturing():
@@ -125,20 +126,17 @@ class Program(Generic[Aux]):
         """Tell whether named axes have the sizes that they had at the capture."""
         return still_hold(self.graph.axes)
 
-    def _code(self, graph: Captured[Aux]) -> list[str]:
-        return [graph.module.code, *(module.code for module in self._inner())]
-
     def _check_next_call(self, fn: TensorFn[Aux], specs: Sequence[Spec], what: str) -> None:
         """Refuse a callable whose next call is another program, for what this one has left on modules."""
         changed = self.graph.changed
         if not changed:
             return
-        first = self._code(self.graph)
+        first = canonical_form(self.graph, self._inner())
         with new_values(changed), _explaining(changed, what):
             made_buffers(changed)
             second = capture(fn, specs, keep=keeps_whole)
         if not self._means_the_same(first, second) or self._differs_later(fn, specs, second):
-            is_proved = len(first) == 1 and self.graph.host is None
+            is_proved = not list(self._inner()) and self.graph.host is None
             if not is_proved and all(map(_is_of_constants, changed)):  # a table that is made once: found from now on
                 self.graph = dataclasses.replace(second, changed=changed)
                 return
@@ -163,14 +161,16 @@ class Program(Generic[Aux]):
             return False
         try:
             with new_values(later):
-                return not self._means_the_same(self._code(self.graph), capture(fn, specs, keep=keeps_whole))
+                first = canonical_form(self.graph, self._inner())
+                return not self._means_the_same(first, capture(fn, specs, keep=keeps_whole))
         except Exception:  # a table has no such entry, so that it depends on the count
             return True
 
-    def _means_the_same(self, first: list[str], second: Captured[Aux]) -> bool:
-        if self._code(second) == first and same_closure(self.graph, second):
+    def _means_the_same(self, first: Hashable, second: Captured[Aux]) -> bool:
+        layers = list(self._inner())
+        if canonical_form(second, layers) == first:
             return True
-        return len(first) == 1 and meaning(second) == meaning(self.graph)
+        return not layers and canonical_form(second, folded=True) == canonical_form(self.graph, folded=True)
 
 
 _MANY_CALLS = 1_008_000  # beyond what a warmup takes, and a multiple of usual intervals
@@ -284,32 +284,16 @@ def _apart(before: tuple[str, ...], after: tuple[str, ...]) -> str:
 
 
 def _lines(captured: Captured[Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Of each node its place, and what it computes of what: operator, numbers, and the values that it is given."""
+    """Of each node its place, and its form, in which short tensors that are closed over show their values."""
     nodes = list(captured.module.graph.nodes)
-    inputs = [node for node in nodes if node.op == "placeholder"]
-    closed = dict(zip(inputs[len(inputs) - len(captured.closure) :], captured.closure, strict=True))
-    order = {node: _Source(n, closed.get(node)) for n, node in enumerate(nodes)}
+    names = {node: f"%{number}" for number, node in enumerate(nodes)}
+    for node, tensor in nodes_of_closure(captured).items():
+        is_short = tensor.numel() <= 4 and not tensor.is_meta
+        names[node] = str(tensor.tolist()) if is_short else f"a tensor of {bits_of(tensor)}"
+
     for node in nodes:
         if node.op == "call_function":
-            yield place_of(node), _told(node, order)
-
-
-def _told(node: Node, order: dict[Node, "_Source"]) -> tuple[str, ...]:
-    arguments: Any = fill_in((node.args, node.kwargs), order.__getitem__)
-    return str(node.target), *(repr(value) for value in (*arguments[0], *arguments[1].values()))
-
-
-class _Source:
-    """A source of a node: its number, or its values where it is closed over."""
-
-    def __init__(self, number: int, closed: torch.Tensor | None) -> None:
-        self._number, self._closed = number, closed
-
-    def __repr__(self) -> str:
-        if self._closed is None:
-            return f"%{self._number}"
-        is_short = self._closed.numel() <= 4 and not self._closed.is_meta
-        return str(self._closed.tolist()) if is_short else f"a tensor of {bits_of(self._closed)}"
+            yield place_of(node), node_form(node, names.__getitem__)
 
 
 WIDE = (torch.float64, torch.complex128)

@@ -11,8 +11,9 @@ import jax
 import torch
 from torch.fx import GraphModule, Node
 
+from torch_shard._capture import node_form, value_form
 from torch_shard._common.dtypes import jax_dtype
-from torch_shard._common.fx import args_of, fill_in, outputs_of, sources_of
+from torch_shard._common.fx import args_of, outputs_of, sources_of
 from torch_shard._common.random import Key
 from torch_shard._lowering import RowSplit, lower, operation
 from torch_shard._scan.partition import Halves, partition
@@ -325,13 +326,5 @@ def _unconnected(key: Key, place: Place, values: Sequence[object], split: RowSpl
 
 def _kind(node: Node) -> Hashable:
     """All of a node but its sources."""
-    arguments = fill_in((node.args, node.kwargs), lambda source: "_")
-    about = tuple(_about(n.meta.get("val")) for n in (node, *sources_of(node)))
-    return node.target, repr(arguments), about, node.meta.get("random_axes")
-
-
-def _about(value: object) -> Hashable:
-    """Shape and dtype of what a node gives."""
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_about, value))
-    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else repr(value)
+    values = tuple(value_form(n.meta.get("val")) for n in (node, *sources_of(node)))
+    return node_form(node, lambda source: "_"), values, node.meta.get("random_axes")

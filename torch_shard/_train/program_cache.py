@@ -8,7 +8,7 @@ import jax
 
 from torch_shard._capture import Mismatch
 from torch_shard._common.types import KEPT, LastUsed
-from torch_shard._loss import BatchSignature, HostValues, LossProgram, TakenApart, program_for
+from torch_shard._loss import BatchSignature, HostValues, LossProgram, program_for
 from torch_shard._train.programs import StepProgram
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class ProgramKey:
         if new.tree != old.tree or len(new.leaves) != len(old.leaves):
             return f"the structure of the batch changed from {old.tree} to {new.tree}"
         pairs = zip(old.leaves, new.leaves, strict=True)
-        changed = [_difference(was, now) for was, now in pairs if was != now]
+        changed = [f"{was} is now {now}" for was, now in pairs if was != now]
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         return "in the batch, " + "; ".join(changed[:3]) + more
 
@@ -81,12 +81,6 @@ class ProgramKey:
     def _apart_from_leaves(self) -> tuple[object, ...]:
         signature = self.signature
         return signature.tree, len(signature.specs), self.flags, self.settings, self.hooks, self.skip_grad_norm
-
-
-def _difference(was: object, now: object) -> str:
-    if isinstance(was, TakenApart) and isinstance(now, TakenApart):
-        return was.difference(now)
-    return f"{was} is now {now}"
 
 
 class Causes:

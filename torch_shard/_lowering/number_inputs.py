@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from torch_shard._capture import Captured, bits_of, is_literal
+from torch_shard._capture import Captured, bits_of, is_literal, node_form, value_form
 from torch_shard._common.dtypes import has_x64
-from torch_shard._common.fx import args_of, dtype_of, fill_in, new_before, shape_of
+from torch_shard._common.fx import args_of, dtype_of, new_before, shape_of
 from torch_shard._lowering.constraints import DIMS, USED_AS
 from torch_shard._lowering.interpreter import own_of
 
@@ -30,9 +30,6 @@ Kind = Literal["int", "float"]
 
 _NOTES = ("random_place", "random_axes", DIMS, USED_AS)
 """What the lowering reads of the metadata of a node."""
-
-_LAYERS = ("torch_shard.layer.default", "torch_shard.layer_backward.default")
-"""Operators, by name, whose first argument is the number of a call."""
 
 _INT32 = 1 << 31
 
@@ -121,7 +118,8 @@ def outline_of(
                 numbers[order[node], rule.key] = number
                 hidden |= {rule.key, *rule.hidden}
                 found.append((rule.key, number.kind, type(number.value)))
-        found.append(_without(node, hidden, order, calls or {}))
+        form = node_form(node, lambda source: f"%{order[source]}", hidden=hidden, calls=calls or {})
+        found.append((form, value_form(node.meta.get("val")), tuple(repr(node.meta.get(name)) for name in _NOTES)))
     literals = {n: t for n, t in enumerate(captured.closure) if is_literal(t) and id(t) not in given}
     found += [
         ("literal",) if n in literals else ("given", given[id(t)]) if id(t) in given else ("closed over",)
@@ -137,30 +135,6 @@ def _read(rule: _Rule, node: Node) -> Number | None:
         return None
     number = rule.read(node)
     return None if number is None or (number.kind == "int" and not -_INT32 <= number.value < _INT32) else number
-
-
-def _without(node: Node, hidden: Collection[Key], order: Mapping[Node, int], calls: Mapping[int, Hashable]) -> Hashable:
-    """All of a node but some of its arguments."""
-    args: list[Any] = [None if at in hidden else value for at, value in enumerate(node.args)]
-    kwargs = {key: None if key in hidden else value for key, value in node.kwargs.items()}
-    if "called" in node.meta:  # its first argument is a number of this capture
-        args[0] = node.meta["called"]  # which says what it computes
-    elif str(node.target) in _LAYERS:
-        args[0] = calls[args_of(node)[0]]
-    arguments: Any = fill_in((args, kwargs), lambda source: _Source(order[source]))  # pyright: ignore
-    notes = tuple(repr(node.meta.get(name)) for name in _NOTES)
-    return node.op, str(node.target), repr(arguments), _about(node.meta.get("val")), notes
-
-
-def _about(value: object) -> Hashable:
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_about, value))
-    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else repr(value)
-
-
-class _Source(int):
-    def __repr__(self) -> str:
-        return f"%{int(self)}"
 
 
 # ---- numbers as inputs ----

@@ -14,7 +14,7 @@ from torch import nn
 
 import torch_shard as ts
 from torch_shard._capture import Mismatch
-from torch_shard._loss.program import program_for
+from torch_shard._loss.loss_program import program_for
 
 ROWS, WIDTH = 8, 4
 

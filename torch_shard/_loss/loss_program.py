@@ -17,9 +17,8 @@ from torch_shard._common.caller import caller
 from torch_shard._common.fx import outputs_of
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
+from torch_shard._loss.answers import Answers, HostValues
 from torch_shard._loss.captured import CapturedLoss
-from torch_shard._loss.carried import Answers
-from torch_shard._loss.host_values import HostValues
 from torch_shard._loss.joint import LossShape
 from torch_shard._lowering import (
     ConstrainedValues,

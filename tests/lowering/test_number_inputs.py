@@ -15,7 +15,7 @@ Function = Callable[[torch.Tensor, int], torch.Tensor]
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 
-# Others are in tests/loss/test_carried.py.
+# Others are in tests/loss/test_answers.py.
 CARRIED: dict[str, Function] = {
     "columns from the end": lambda x, n: x[:, -(n % 2) - 2 : 4 - (n % 2)],
     "narrow": lambda x, n: x.narrow(0, n, 3),
