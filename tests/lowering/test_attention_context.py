@@ -18,7 +18,7 @@ from torch_shard._lowering.ops.attention_context import on_mesh
 from torch_shard._lowering.ops.attention_kernels import _splash_kernel, kernel_on_mesh
 from torch_shard._lowering.ops.dropout import KeptWeights
 from torch_shard._lowering.rows import RowSplit
-from torch_shard._sharding.pipeline import ContextMode
+from torch_shard._sharding.context import ContextMode
 
 BATCH, LENGTH, WIDTH = 2, 32, 8
 

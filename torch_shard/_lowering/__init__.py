@@ -36,5 +36,6 @@ from torch_shard._lowering.ops import (
 )
 from torch_shard._lowering.ops.constrained import CONSTRAINED, LAID, constrained, spec_apart
 from torch_shard._lowering.ops.context import SPLIT, OverContext
-from torch_shard._lowering.program import Looks, Program, capture_settings, refuse_change
+from torch_shard._lowering.program import Program, capture_settings
 from torch_shard._lowering.rows import RowSplit
+from torch_shard._lowering.second_look import Looks, refuse_change

@@ -47,11 +47,13 @@ class ConstrainedValue:
     @property
     def axes(self) -> str:
         """The constrained dims, each with its axes, as `0: batch, 2: whole`."""
-        return ", ".join(
-            f"{dim}: {_axes(self.spec[dim] if dim < len(self.spec) else None)}"
-            for dim in range(len(self.shape))
-            if dim >= len(self.spec) or self.spec[dim] is not PartitionSpec.UNCONSTRAINED
-        )
+        # A spec may be shorter than the shape.
+        parts = [*self.spec, *[None] * (len(self.shape) - len(self.spec))]
+        constrained: list[str] = []
+        for dim, part in enumerate(parts):
+            if part is not PartitionSpec.UNCONSTRAINED:
+                constrained.append(f"{dim}: {_axes(part)}")
+        return ", ".join(constrained)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -84,7 +86,8 @@ class ConstrainedValues(InNotebooks):
             module: Its path, with numbers (`layers.3.mlp`) or as it is shown (`layers.*.mlp`).
         """
         paths = (module, starred(module))
-        return tuple(v for v in self.values if v.module in paths or v.module.startswith(tuple(f"{p}." for p in paths)))
+        prefixes = tuple(f"{path}." for path in paths)
+        return tuple(value for value in self.values if value.module in paths or value.module.startswith(prefixes))
 
     def why(self, module: str) -> tuple[str, ...]:
         """The reasons for which values of a module itself are constrained.
@@ -92,16 +95,22 @@ class ConstrainedValues(InNotebooks):
         Args:
             module: Its path.
         """
-        return tuple(dict.fromkeys(v.why for v in self.values if v.module in (module, starred(module))))
+        paths = (module, starred(module))
+        reasons = [value.why for value in self.values if value.module in paths]
+        return tuple(dict.fromkeys(reasons))
 
     def __rich__(self) -> Table:
         title = "Constrained values, by module"
         table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
         for column in ("module", "value", "shape", "dims", "why"):
             table.add_column(column, overflow="fold")
-        for v in self.values:
-            what = f"{v.value}{' (backward)' * v.is_backward}{f', {v.count} times' * (v.count > 1)}"
-            table.add_row(v.module or "(loss)", what, str(v.shape), v.axes, v.why)
+        for value in self.values:
+            what = value.value
+            if value.is_backward:
+                what += " (backward)"
+            if value.count > 1:
+                what += f", {value.count} times"
+            table.add_row(value.module or "(loss)", what, str(value.shape), value.axes, value.why)
         return table
 
     def __str__(self) -> str:
@@ -110,35 +119,49 @@ class ConstrainedValues(InNotebooks):
 
 def constrained_values(graphs: Iterable[tuple[str, GraphModule]], split: RowSplit | None) -> ConstrainedValues:
     """Those of the graphs of a program, each with the path of its module."""
-    found: dict[ConstrainedValue, list[str]] = {}
+    # Layers that are alike, up to their number, are one line.
+    modules_of_value: dict[ConstrainedValue, list[str]] = {}
     for path, graph in graphs:
         for node in graph.graph.nodes:
-            for at, constraints in sorted(constraints_of(node, split).items()):
+            for place, constraints in sorted(constraints_of(node, split).items()):
                 for constraint in constraints:
-                    value = _value(path, node, at, constraint)
+                    value = _value(path, node, place, constraint)
                     alike = dataclasses.replace(value, module=starred(value.module))
-                    found.setdefault(alike, []).append(value.module)
-    values = (
-        dataclasses.replace(value, module=value.module if len(set(paths)) > 1 else paths[0], count=len(paths))
-        for value, paths in found.items()
-    )
+                    modules_of_value.setdefault(alike, []).append(value.module)
+
+    values: list[ConstrainedValue] = []
+    for value, modules in modules_of_value.items():
+        module = value.module if len(set(modules)) > 1 else modules[0]
+        values.append(dataclasses.replace(value, module=module, count=len(modules)))
     return ConstrainedValues(tuple(sorted(values, key=lambda value: value.is_backward)))
 
 
-def _value(path: str, node: Node, at: int, constraint: Constraint) -> ConstrainedValue:
+def _value(path: str, node: Node, place: int, constraint: Constraint) -> ConstrainedValue:
     notes = notes_of(node)
-    module = ".".join(filter(None, (path, notes.get("module"))))
-    own = node if at == RESULT else sources_of(node)[at]
-    what = _name(node) if at == RESULT else f"{_name(node)} takes {_name(own)}"
+    tensor = node
+    what = _name(node)
+    if place != RESULT:
+        tensor = sources_of(node)[place]
+        what += f" takes {_name(tensor)}"
     return ConstrainedValue(
-        module, what, shape_of(own), constraint.spec, constraint.why, notes.get("pass") == "backward"
+        module=".".join(filter(None, (path, notes.get("module")))),
+        value=what,
+        shape=shape_of(tensor),
+        spec=constraint.spec,
+        why=constraint.why,
+        is_backward=notes.get("pass") == "backward",
     )
 
 
 def _name(node: Node) -> str:
-    kind = "an input" if node.op == "placeholder" else "a part"
-    return {"constrained": "activation", "": kind}.get(name := operator_name(node), name)
+    name = operator_name(node)
+    if name == "constrained":
+        return "activation"
+    # An input of the program has no operator, nor has a part of what an operator gives.
+    return name or ("an input" if node.op == "placeholder" else "a part")
 
 
 def _axes(part: Any) -> str:
-    return "x".join((part,) if isinstance(part, str) else part or ("whole",))
+    if part is None or part == ():
+        return "whole"
+    return part if isinstance(part, str) else "x".join(part)

@@ -73,8 +73,10 @@ class Constraint:
 RESULT = -1
 """The place of a node's result, beside the numbers of its sources."""
 
-Found = Iterator[tuple[int, Constraint]]
-Rule = Callable[[Node, RowSplit], Found]
+Placed = Iterator[tuple[int, Constraint]]
+"""Constraints with their places: of a source, by its number, or of the result."""
+
+Rule = Callable[[Node, RowSplit], Placed]
 R = TypeVar("R", bound=Rule)
 
 _OF_OPERATORS: dict[Operator, Rule] = {}
@@ -92,12 +94,16 @@ def lies(*ops: Operator) -> Callable[[R], R]:
 
 def constraints_of(node: Node, split: RowSplit | None) -> Mapping[int, Sequence[Constraint]]:
     """What is constrained of the sources of a node, by their numbers, and of its result, in order."""
-    found: dict[int, list[Constraint]] = {}
-    if split is not None and node.op == "call_function":
-        for rule in (_in_use, _scattered, _cut, _OF_OPERATORS.get(target_of(node), _nothing), _with_rows):
-            for at, constraint in rule(node, split):
-                found.setdefault(at, []).append(constraint)
-    return found
+    constraints: dict[int, list[Constraint]] = {}
+    if split is None or node.op != "call_function":
+        return constraints
+
+    of_operator = _OF_OPERATORS.get(target_of(node))
+    rules = [_in_use, _scattered, _cut, *([of_operator] if of_operator else []), _with_rows]
+    for rule in rules:
+        for place, constraint in rule(node, split):
+            constraints.setdefault(place, []).append(constraint)
+    return constraints
 
 
 def laid(value: PyTree, constraints: Sequence[Constraint], split: RowSplit | None) -> PyTree:
@@ -115,60 +121,79 @@ def dim_of(node: Node, what: str) -> int | None:
 
 def whole_along(node: Node, dims: Sequence[int], split: RowSplit, why: str) -> Constraint:
     """No device has a part of these dims of a value; the compiler chooses for the others."""
+    # On three axes XLA's partitioner errs in what it chooses itself, too (validation/fuzz).
     free = None if has_three_axes(split.mesh) else PartitionSpec.UNCONSTRAINED
-    return Constraint(PartitionSpec(*(None if dim in dims else free for dim in range(len(shape_of(node))))), why)
+    ndim = len(shape_of(node))
+    parts = [None if dim in dims else free for dim in range(ndim)]
+    return Constraint(PartitionSpec(*parts), why)
 
 
-def _nothing(node: Node, split: RowSplit) -> Found:
-    yield from ()
+def _in_use(node: Node, split: RowSplit) -> Placed:
+    for place, source in enumerate(sources_of(node)):
+        spec = source.meta.get(USED_AS)
+        if spec is not None:
+            yield place, Constraint(spec, "an entry, split in use over fewer axes than in store")
 
 
-def _in_use(node: Node, split: RowSplit) -> Found:
-    for at, source in enumerate(sources_of(node)):
-        if (spec := source.meta.get(USED_AS)) is not None:
-            yield at, Constraint(spec, "an entry, split in use over fewer axes than in store")
-
-
-def _scattered(node: Node, split: RowSplit) -> Found:
+def _scattered(node: Node, split: RowSplit) -> Placed:
     """What a scatter writes, and where; all of it on each device, if the devices do not divide the indices."""
     if aten_name(node) not in SCATTERS:
         return
-    first = int(aten_name(node) != "bincount")
-    given = [(at, source) for at, source in enumerate(sources_of(node)) if at >= first and _is_tensor(source)]
-    indices = [(shape_of(source), dim_of(source, ROWS)) for _, source in given if _is_integer(source)]
+    # The first source is what is written to, but of bincount, which makes that itself.
+    first = 0 if aten_name(node) == "bincount" else 1
+    places: list[int] = []
+    indices: list[tuple[tuple[int, ...], int | None]] = []
+    for place, source in enumerate(sources_of(node)):
+        if place < first or not _is_tensor(source):
+            continue
+        places.append(place)
+        if _is_integer(source):
+            indices.append((shape_of(source), dim_of(source, ROWS)))
+
     if is_uneven(indices, split):
-        for at, _ in given:
-            yield at, Constraint(PartitionSpec(), "XLA errs: a scatter whose indices do not divide")
+        for place in places:
+            yield place, Constraint(PartitionSpec(), "XLA errs: a scatter whose indices do not divide")
 
 
-def _cut(node: Node, split: RowSplit) -> Found:
+def _cut(node: Node, split: RowSplit) -> Placed:
     """What an operator cuts along its last dim into parts that shards do not line up with, with that dim whole.
 
     XLA's partitioner moves parts of shards for it, and errs where the result moves on (jaxlib 0.10.2; validation/fuzz).
     """
     sizes = [split.mesh.shape[axis] for axis in split.other_axes]
-    for at, source in enumerate(sources_of(node)):
-        if _is_tensor(source) and source.meta["val"].is_floating_point() and shape_of(source):
-            num = _num_parts(node, shape_of(source))
-            if any(num % size for size in sizes):
-                last = len(shape_of(source)) - 1
-                yield at, whole_along(source, [last], split, "XLA errs: cut into parts that shards do not line up with")
+    why = "XLA errs: cut into parts that shards do not line up with"
+    for place, source in enumerate(sources_of(node)):
+        if not _is_tensor(source) or not source.meta["val"].is_floating_point():
+            continue
+        shape = shape_of(source)
+        if not shape:
+            continue
+        num_parts = _num_parts(node, shape)
+        if any(num_parts % size for size in sizes):
+            last_dim = len(shape) - 1
+            yield place, whole_along(source, [last_dim], split, why)
 
 
 def _num_parts(node: Node, shape: tuple[int, ...]) -> int:
     """Into how many parts the last dim of a source is cut: 0 if it is not, 1 if not into equal ones."""
     if node.target in RESHAPES:
-        before, after = math.prod(shape[:-1]), shape_of(node)
-        at = next((i for i in range(len(after)) if math.prod(after[:i]) == before and after[i] > 1), None)
-        return 0 if at is None or after[at] >= shape[-1] else after[at]
+        # The dim of the result at which the elements of the last dim begin.
+        num_before = math.prod(shape[:-1])
+        new_shape = shape_of(node)
+        for dim, size in enumerate(new_shape):
+            if math.prod(new_shape[:dim]) == num_before and size > 1:
+                return size if size < shape[-1] else 0
+        return 0
+
     place = _CUTS.get(aten_name(node))
     if place is None:
         return 0
-    dim = node.kwargs.get("dim", dict(enumerate(args_of(node))).get(place, 0))
+    args = args_of(node)
+    dim = node.kwargs.get("dim", args[place] if place < len(args) else 0)
     return int(isinstance(dim, int) and dim in (-1, len(shape) - 1))
 
 
-def _with_rows(node: Node, split: RowSplit) -> Found:
+def _with_rows(node: Node, split: RowSplit) -> Placed:
     """The rows stay split over the devices, where that is asked for."""
     if not split.kept or operator_name(node) not in _KEPT:
         return

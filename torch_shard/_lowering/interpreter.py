@@ -28,12 +28,14 @@ Place = int | jax.Array | None
 
 def missing_lowerings(nodes: Iterable[Node]) -> list[Node]:
     """Nodes without a lowering, the first of each operator."""
-    found: dict[object, Node] = {}
+    first_nodes: dict[object, Node] = {}
     for node in nodes:
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
         target = target_of(node)
-        if node.op == "call_function" and node.target is not operator.getitem and find_lowering(target) is None:
-            found.setdefault(target, node)
-    return list(found.values())
+        if find_lowering(target) is None:
+            first_nodes.setdefault(target, node)
+    return list(first_nodes.values())
 
 
 def lower(graph: GraphModule) -> Lowered:
@@ -50,7 +52,8 @@ def lower(graph: GraphModule) -> Lowered:
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
     steps = [(node, sources_of(node), operation(node), node.meta.get("random_place")) for node in nodes]
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    outputs, keys_at = outputs_of(graph.graph), _keys_of(nodes)
+    outputs = outputs_of(graph.graph)
+    keys_at = _keys_of(nodes)
 
     def run(
         key: jax.Array | None, *arrays: jax.Array, place: int | jax.Array = 0, split: RowSplit | None = None
@@ -58,11 +61,16 @@ def lower(graph: GraphModule) -> Lowered:
         values: dict[Node, PyTree] = dict(zip(inputs, arrays, strict=True))
         for node, array in values.items():
             assert _fits(node, array), (node, array.dtype, node.meta["val"])
+
         with matmul_precision():
             keys = keys_at(key, place)
-            for node, sources, operate, own_place in steps:
-                at = None if own_place is None or node in keys else place + own_place
-                values[node] = operate(keys.get(node, key), at, [values[source] for source in sources], split)
+            for node, sources, operate, random_place in steps:
+                # Whose key was made with the others folds in no place.
+                place_of_node = None
+                if random_place is not None and node not in keys:
+                    place_of_node = place + random_place
+                operands = [values[source] for source in sources]
+                values[node] = operate(keys.get(node, key), place_of_node, operands, split)
         return [values[node] for node in outputs]
 
     return run
@@ -99,41 +107,57 @@ def operation(node: Node) -> Operate:
     if node.target is operator.getitem:
         index = args_of(node)[1]
         return lambda key, place, values, split=None: values[0][index]
-    target, own, fake = target_of(node), own_of(node), node.meta.get("val")
+
+    target = target_of(node)
+    own = own_of(node)
+    fake = node.meta.get("val")
     lowering = find_lowering(target)
     assert lowering is not None, target
     if own is None:
         refuse_generator(target, dict(node.kwargs))
     if target in _STRIDED:
         _refuse_strides(node)
-    kept = {name: value for name, value in node.kwargs.items() if own or name not in STORAGE_KWARGS}
-    static_args, kwargs = torch_pytree.tree_map_only(torch.dtype, _narrow, (tuple(node.args), kept))
-    exact, drawn, scope = exact_integers(target, fake), _draws(node), _scope_of(node)
+
+    # Device, layout and the like mean nothing to JAX; a function of the user's is given them all the same.
+    kwargs = {name: value for name, value in node.kwargs.items() if own or name not in STORAGE_KWARGS}
+    arguments = torch_pytree.tree_map_only(torch.dtype, _narrow, (tuple(node.args), kwargs))
+    to_numbers = exact_integers(target, fake)
+    drawn = _draws(node)
+    scope = _scope_of(node)
 
     def operate(key: Key, place: Place, values: Sequence[PyTree], split: RowSplit | None = None) -> PyTree:
         constraints = constraints_of(node, split)
-        values = [laid(value, constraints.get(at, ()), split) for at, value in enumerate(values)]
-        given = map(exact, values)
-        args, named = fill_in((static_args, kwargs), lambda _: next(given))
-        on_mesh = {"split": split} if target in ON_MESH else {}
+        operands: list[PyTree] = []
+        for number, value in enumerate(values):
+            operands.append(to_numbers(laid(value, constraints.get(number, ()), split)))
+        remaining = iter(operands)
+        args, named = fill_in(arguments, lambda _: next(remaining))
+        if target in ON_MESH:
+            named = {**named, "split": split}
+
+        # The scope names the operator and its module in profiles, and in the text that previews read.
         with jax.named_scope(scope):
-            value = lowering(*drawn(key, place), *args, **named, **on_mesh)
+            result = lowering(*drawn(key, place), *args, **named)
             if own is not None:
-                own.check(fake, value)
-            return laid(conform(target, fake, value, node=node), constraints.get(RESULT, ()), split)
+                own.check(fake, result)
+            result = conform(target, fake, result, node=node)
+            return laid(result, constraints.get(RESULT, ()), split)
 
     return operate
 
 
 def _draws(node: Node) -> Callable[[Key, Place], tuple[jax.Array, ...]]:
     """What gives a node its random key, first of its arguments, if it draws."""
-    target, axes = target_of(node), node.meta.get("random_axes", ())
+    target = target_of(node)
+    axes = node.meta.get("random_axes", ())
 
     def drawn(key: Key, place: Place) -> tuple[jax.Array, ...]:
         if target not in RANDOM:
             return ()
         assert key is not None, target
-        return (key if place is None else jax.random.fold_in(fold_axes(key, axes), place),)
+        if place is not None:
+            key = jax.random.fold_in(fold_axes(key, axes), place)
+        return (key,)
 
     return drawn
 
@@ -171,15 +195,23 @@ def exact_integers(target: object, fake: PyTree) -> Callable[[PyTree], PyTree]:
 
     Of integers, torchax would make float32 where that is float64. Of NaN times False, JAX would make 0.
     """
-    dtype = jax_dtype(fake.dtype) if isinstance(fake, torch.Tensor) else None
-    if dtype is None or not jax.numpy.issubdtype(dtype, jax.numpy.inexact) or not _computes_in_its_result(target):
-        return lambda value: value
+
+    def as_it_is(value: PyTree) -> PyTree:
+        return value
+
+    if not isinstance(fake, torch.Tensor) or not _computes_in_its_result(target):
+        return as_it_is
+    dtype = jax_dtype(fake.dtype)
+    if not jax.numpy.issubdtype(dtype, jax.numpy.inexact):
+        return as_it_is
     is_wide = dtype in ("float64", "complex128")
 
     def exact(value: PyTree) -> PyTree:
         if not isinstance(value, jax.Array) or jax.numpy.issubdtype(value.dtype, jax.numpy.inexact):
             return value
-        return numbers_of(value, dtype) if value.dtype == bool else value.astype(dtype) if is_wide else value
+        if value.dtype == bool:
+            return numbers_of(value, dtype)
+        return value.astype(dtype) if is_wide else value
 
     return exact
 
@@ -196,8 +228,11 @@ def conform(target: object, fake: PyTree, value: PyTree, *, node: Node | None = 
     if isinstance(fake, torch.Tensor):
         return _conform_one(target, fake, value, node)
     if isinstance(fake, Sequence):
-        pairs = zip(fake, value, strict=True)
-        return [_conform_one(target, f, v, node) if isinstance(f, torch.Tensor) else v for f, v in pairs]
+        results: list[PyTree] = []
+        for fake_part, part in zip(fake, value, strict=True):
+            is_tensor = isinstance(fake_part, torch.Tensor)
+            results.append(_conform_one(target, fake_part, part, node) if is_tensor else part)
+        return results
     return value
 
 
@@ -205,6 +240,7 @@ def _conform_one(target: object, fake: torch.Tensor, value: PyTree, node: Node |
     if value is None:
         return None
     value = jax.numpy.asarray(value)
+    # Without elements, the shape is all that there is.
     if value.size == fake.numel() == 0:
         value = value.reshape(tuple(fake.shape))
     if value.shape != tuple(fake.shape) and not (node is not None and _is_unspecified(node, fake)):
@@ -223,8 +259,12 @@ def _is_unspecified(node: Node, fake: torch.Tensor) -> bool:
 
 def matmul_precision() -> AbstractContextManager[object]:
     """Torch's own setting for float32 products, unless JAX has been told otherwise."""
-    chosen, name = jax.config.values["jax_default_matmul_precision"], torch.get_float32_matmul_precision()
-    return jax.default_matmul_precision(chosen or ("default" if name == "medium" else name))
+    chosen = jax.config.values["jax_default_matmul_precision"]
+    if chosen is None:
+        name = torch.get_float32_matmul_precision()
+        # What torch calls medium, products in bfloat16, is JAX's default on TPUs.
+        chosen = "default" if name == "medium" else name
+    return jax.default_matmul_precision(chosen)
 
 
 def place_of(node: Node) -> str:
@@ -251,13 +291,14 @@ class Own:
 
     def check(self, fakes: PyTree, values: PyTree) -> None:
         """Refuse results that are others than those which PyTorch knows of."""
-        tensors = [f for f in torch_pytree.tree_leaves(fakes) if f is not None]
-        wanted = [(tuple(f.shape), jax_dtype(f.dtype)) for f in tensors]
-        found = [(jax.numpy.shape(v), jax.numpy.result_type(v)) for v in jax.tree.leaves(values)]
-        if found != wanted:
+        promised = [
+            (tuple(fake.shape), jax_dtype(fake.dtype)) for fake in torch_pytree.tree_leaves(fakes) if fake is not None
+        ]
+        returned = [(jax.numpy.shape(leaf), jax.numpy.result_type(leaf)) for leaf in jax.tree.leaves(values)]
+        if returned != promised:
             raise ValueError(
-                f"{self.fn} must return what {self.promise}: {_shown(wanted)}. It returned {_shown(found)}. Correct "
-                "one of the two."
+                f"{self.fn} must return what {self.promise}: {_shown(promised)}. It returned {_shown(returned)}. "
+                "Correct one of the two."
             )
 
 
@@ -272,12 +313,23 @@ def is_own(op: Operator) -> bool:
 
 def own_of(node: Node) -> Own | None:
     """The function of the user's that runs a node, if one does."""
-    runs = node.meta.get("called") or (LOWERINGS.get(target_of(node)) if node.op == "call_function" else None)
-    return getattr(runs, "own", None)
+    function = node.meta.get("called")
+    if not function and node.op == "call_function":
+        function = LOWERINGS.get(target_of(node))
+    return getattr(function, "own", None)
 
 
 def report_own(graphs: Iterable[GraphModule]) -> list[str]:
     """Lines that say how often the forward passes of these graphs call functions of the user's."""
-    nodes = (n for graph in graphs for n in graph.graph.nodes if notes_of(n).get("pass") != "backward")
-    counts = collections.Counter(own for own in map(own_of, nodes) if own is not None)
-    return [f"{own.name}: {n} call{'s' * (n > 1)} run{'s' * (n == 1)} as {own.fn}" for own, n in counts.items()]
+    counts = collections.Counter[Own]()
+    for graph in graphs:
+        for node in graph.graph.nodes:
+            own = own_of(node)
+            if own is not None and notes_of(node).get("pass") != "backward":
+                counts[own] += 1
+
+    lines: list[str] = []
+    for own, count in counts.items():
+        calls = "1 call runs" if count == 1 else f"{count} calls run"
+        lines.append(f"{own.name}: {calls} as {own.fn}")
+    return lines

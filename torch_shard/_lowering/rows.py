@@ -60,11 +60,12 @@ class RowSplit:
 
     def dividing(self, num_rows: int) -> tuple[str, ...]:
         """The axes over which so many rows divide: those of the batch first, then others, for as many as there are."""
-        found: tuple[str, ...] = ()
-        for axis in (*self.axes, *(axis for axis in self.sizes if axis not in self.axes)):
-            if num_rows % self.size_of((*found, axis)) == 0:
-                found = (*found, axis)
-        return found
+        other_axes = [axis for axis in self.sizes if axis not in self.axes]
+        chosen: tuple[str, ...] = ()
+        for axis in (*self.axes, *other_axes):
+            if num_rows % self.size_of((*chosen, axis)) == 0:
+                chosen = (*chosen, axis)
+        return chosen
 
     @property
     def platform(self) -> str:
@@ -73,21 +74,23 @@ class RowSplit:
 
     def along(self, axes: Mapping[int, tuple[str, ...]], ndim: int) -> NamedSharding:
         """That of a value whose dims are split over these axes: the compiler chooses for the others."""
-        return NamedSharding(
-            self.mesh, PartitionSpec(*(axes.get(dim, PartitionSpec.UNCONSTRAINED) for dim in range(ndim)))
-        )
+        parts = [axes.get(dim, PartitionSpec.UNCONSTRAINED) for dim in range(ndim)]
+        return NamedSharding(self.mesh, PartitionSpec(*parts))
 
     def places(
         self, row_dim: int | None, sequence_dim: int | None, shape: tuple[int, ...]
     ) -> dict[int, tuple[str, ...]]:
         """The axes of the dims of a value that has rows and a sequence there, where they divide."""
-        found: dict[int, tuple[str, ...]] = {}
-        of_sequence = (self.context.axis,) if self.context else ()
-        for dim, axes in ((row_dim, self.axes), (sequence_dim, of_sequence)):
-            if dim is not None and axes:
-                both = (*found.get(dim, ()), *axes)
-                found |= {dim: both} if shape[dim] % self.size_of(both) == 0 else {}
-        return found
+        axes_of_dims: dict[int, tuple[str, ...]] = {}
+        sequence_axes = (self.context.axis,) if self.context else ()
+        for dim, axes in ((row_dim, self.axes), (sequence_dim, sequence_axes)):
+            if dim is None or not axes:
+                continue
+            # Rows and sequence may be one dim, after a reshape.
+            all_axes = (*axes_of_dims.get(dim, ()), *axes)
+            if shape[dim] % self.size_of(all_axes) == 0:
+                axes_of_dims[dim] = all_axes
+        return axes_of_dims
 
 
 def on_rows(
@@ -115,23 +118,30 @@ def on_rows(
     axes = split.dividing(by_rows[0].shape[dims[0]])
 
     def local(*args: PyTree) -> tuple[Results, Results]:
-        own, sums = fn(*args)
-        return own, jax.lax.psum(sums, axes) if axes else sums
+        row_results, sums = fn(*args)
+        if axes:
+            sums = jax.lax.psum(sums, axes)
+        return row_results, sums
 
     def along(dim: int) -> PartitionSpec:
         return PartitionSpec(*[None] * dim, axes)
 
-    in_specs = (*map(along, dims), *(PartitionSpec() for _ in whole))
-    out_specs = (tuple(map(along, out_dims)) if out_dims else along(0), PartitionSpec())
+    in_specs = (*map(along, dims), *[PartitionSpec()] * len(whole))
+    row_specs = tuple(map(along, out_dims)) if out_dims else along(0)
+    out_specs = (row_specs, PartitionSpec())
     mapped = jax.shard_map(local, mesh=split.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return mapped(*by_rows, *whole)
 
 
 def is_uneven(indices: Sequence[tuple[tuple[int, ...], int | None]], split: RowSplit) -> bool:
     """Tell whether the devices do not divide the indices of a scatter, given their shapes, and dims of rows."""
-    whole = [n for shape, dim in indices if dim is None for n in shape]
-    of_rows = [shape[dim] for shape, dim in indices if dim is not None]
-    return any(n % split.mesh.size for n in whole) or any(n % split.num_shards for n in of_rows)
+    for shape, row_dim in indices:
+        if row_dim is not None:
+            if shape[row_dim] % split.num_shards:
+                return True
+        elif any(size % split.mesh.size for size in shape):
+            return True
+    return False
 
 
 def whole_if_uneven(values: Sequence[jax.Array], split: RowSplit | None) -> Sequence[jax.Array]:
@@ -139,7 +149,8 @@ def whole_if_uneven(values: Sequence[jax.Array], split: RowSplit | None) -> Sequ
 
     XLA's partitioner pads them and may write the padding too (jaxlib 0.10.2; tests/system/test_upstream.py).
     """
-    indices = [(v.shape, None) for v in values if jnp.issubdtype(v.dtype, jnp.integer)]
+    indices = [(value.shape, None) for value in values if jnp.issubdtype(value.dtype, jnp.integer)]
     if split is None or not is_uneven(indices, split):
         return values
-    return [jax.lax.with_sharding_constraint(v, NamedSharding(split.mesh, PartitionSpec())) for v in values]
+    replicated = NamedSharding(split.mesh, PartitionSpec())
+    return [jax.lax.with_sharding_constraint(value, replicated) for value in values]

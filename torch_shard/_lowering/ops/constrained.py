@@ -13,7 +13,7 @@ from torch.fx import Node
 from torch_shard._common.fx import args_of, operator_name, shape_of
 from torch_shard._common.overrides import captured_op
 from torch_shard._common.types import Operator
-from torch_shard._lowering.constraints import RESULT, ROWS, SEQUENCE, Constraint, Found, dim_of, lies, whole_along
+from torch_shard._lowering.constraints import RESULT, ROWS, SEQUENCE, Constraint, Placed, dim_of, lies, whole_along
 from torch_shard._lowering.ops.registry import lowers
 from torch_shard._lowering.rows import RowSplit
 from torch_shard._sharding import axes_of, has_three_axes
@@ -81,7 +81,7 @@ def spec_apart(text: str, ndim: int, at: int) -> str:
 
 
 @lies(WHOLE_ALONG)
-def _whole(node: Node, split: RowSplit) -> Found:
+def _whole(node: Node, split: RowSplit) -> Placed:
     why = "pieces of a fused projection are put together"
     if any("experts" in operator_name(user) for reshaped in node.users for user in reshaped.users):
         yield RESULT, Constraint(PartitionSpec(split.experts), why)  # on the device that has the expert
@@ -90,7 +90,7 @@ def _whole(node: Node, split: RowSplit) -> Found:
 
 
 @lies(CONSTRAINED)
-def _asked(node: Node, split: RowSplit) -> Found:
+def _asked(node: Node, split: RowSplit) -> Placed:
     _, spec, gathered = (*args_of(node), "")[:3]
     parts, shape, row_dim, sequence_dim = _read(spec), shape_of(node), dim_of(node, ROWS), dim_of(node, SEQUENCE)
     if row_dim is not None and has_three_axes(split.mesh):

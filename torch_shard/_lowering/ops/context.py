@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch_shard._capture import current_mode
 from torch_shard._common.caller import caller
 from torch_shard._common.fx import args_of, shape_of
-from torch_shard._lowering.constraints import RESULT, ROWS, Constraint, Found, dim_of, lies
+from torch_shard._lowering.constraints import RESULT, ROWS, Constraint, Placed, dim_of, lies
 from torch_shard._lowering.ops.constrained import LAID, Laid
 from torch_shard._lowering.rows import RowSplit
 from torch_shard._sharding import Context
@@ -74,7 +74,7 @@ def gathered(
 
 
 @lies(LAID)
-def _over_context(node: Node, split: RowSplit) -> Found:
+def _over_context(node: Node, split: RowSplit) -> Placed:
     if split.context is None:
         return
     shape, (source, sequence) = shape_of(node), args_of(node)

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from torch_shard._common.dtypes import jax_dtype, widened
 from torch_shard._common.fx import args_of, shape_of
-from torch_shard._lowering.constraints import Constraint, Found, lies
+from torch_shard._lowering.constraints import Constraint, Placed, lies
 from torch_shard._lowering.ops.indexing import outside_if_negative
 from torch_shard._lowering.ops.registry import in_float32, lowers
 from torch_shard._lowering.rows import RowSplit, whole_if_uneven
@@ -198,7 +198,7 @@ def _sums_of_rows(rows, places, num):
 
 
 @lies(aten.embedding_dense_backward.default)
-def _by_features(node: Node, split: RowSplit) -> Found:
+def _by_features(node: Node, split: RowSplit) -> Placed:
     """The gradient of what was looked up, split along its features over the devices that share the batch (FSDP).
 
     Each then adds up its own features of all tokens. With more tokens than the table has rows, XLA's partitioner lets
