@@ -26,7 +26,11 @@ from torch_shard._cost.hlo import KINDS
 from torch_shard._cost.total import COMPILER, Cost, ModuleCost, ModulePaths, costs_of
 from torch_shard._sharding import ResolvedPlan, describe_mesh, is_pinned, memory_of, slices_of
 
-_SHOWN, _WIDEST = 24, 8
+_SHOWN = 24
+"""Modules in a table."""
+
+_WIDEST = 8
+"""Values, parameters and modules of which most is said."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +142,8 @@ class Preview(InNotebooks):
     @property
     def attributed(self) -> float:
         """The part of `collective_bytes` whose module is known."""
-        unknown = sum(module.received_bytes for module in self.modules if module.path == COMPILER)
+        of_compiler = [module for module in self.modules if module.path == COMPILER]
+        unknown = sum(module.received_bytes for module in of_compiler)
         return 1 - unknown / max(self.collective_bytes, 1)
 
     def fits(self, hbm_bytes: float | None = None) -> bool:
@@ -185,8 +190,8 @@ class Preview(InNotebooks):
             AssertionError: It takes more; the modules that take most of it are named, and parameters that are not
                 split.
         """
-        found = self.collectives
-        numbers = {
+        numbers = self.collectives
+        kinds = {
             "all-gather": all_gathers,
             "all-reduce": all_reduces,
             "reduce-scatter": reduce_scatters,
@@ -195,54 +200,62 @@ class Preview(InNotebooks):
         budgets = [
             ("bytes of memory", memory, self.memory.peak, None),
             ("bytes of collectives", collective_bytes, self.collective_bytes, _by_received),
-            *((f"{kind}s", most, found[kind], _by_kind(kind)) for kind, most in numbers.items()),
+            *((f"{kind}s", most, numbers[kind], _by_kind(kind)) for kind, most in kinds.items()),
             ("cycles", cycles, self.cycles, _by_cycles),
             ("cycles of communication that is waited for", exposed, self.exposed or 0, _by_received),
             ("bytes between slices", between_slices, self.between_slices or 0, None),
         ]
-        lines = [
-            f"{value:,} {what}, at most {most:,.0f} allowed. Most of it: {self._most(measure)}."
-            for what, most, value, measure in budgets
-            if most is not None and value > most
-        ]
-        if lines:
-            whole = ", ".join(f"{name} ({size:,} bytes)" for name, size in self.replicated[:_WIDEST])
-            lines += [f"Not split by the plan, though the mesh could: {whole}."] if whole else []
-            raise AssertionError(f"The step on {self.mesh} takes more than its budget:\n  " + "\n  ".join(lines))
+        lines = list[str]()
+        for what, most, value, measure in budgets:
+            if most is not None and value > most:
+                lines.append(f"{value:,} {what}, at most {most:,.0f} allowed. Most of it: {self._most(measure)}.")
+        if not lines:
+            return
+
+        whole = ", ".join(f"{name} ({size:,} bytes)" for name, size in self.replicated[:_WIDEST])
+        if whole:
+            lines.append(f"Not split by the plan, though the mesh could: {whole}.")
+        raise AssertionError(f"The step on {self.mesh} takes more than its budget:\n  " + "\n  ".join(lines))
 
     def _most(self, measure: Callable[[ModuleCost], float] | None) -> str:
+        """What takes most of it: the heaviest modules, or of memory the largest parts."""
         if measure is None:
-            parts = [
-                (f.name, getattr(self.memory, f.name)) for f in dataclasses.fields(self.memory) if f.name != "peak"
-            ]
+            sizes = {name: size for name, size in dataclasses.asdict(self.memory).items() if name != "peak" and size}
+            ordered = sorted(sizes.items(), key=operator.itemgetter(1), reverse=True)
+            shown = ", ".join(f"{name} {size:,}" for name, size in ordered)
             widest = "; ".join(f"{what} of {path}, {size:,}" for size, what, path in self.widest[:3])
-            sizes = ", ".join(f"{name} {size:,}" for name, size in sorted(parts, key=lambda part: -part[1]) if size)
-            return f"{sizes}; the largest values: {widest}" if widest else sizes
+            return f"{shown}; the largest values: {widest}" if widest else shown
+
         heaviest = sorted(self.modules, key=measure, reverse=True)[:_WIDEST]
-        return ", ".join(f"{module.path} {measure(module):,.0f}" for module in heaviest if measure(module)) or "none"
+        parts = [f"{module.path} {measure(module):,.0f}" for module in heaviest if measure(module)]
+        return ", ".join(parts) or "none"
 
     def __rich__(self) -> Group:
         parts = [self._memory_table()]
         if self.compiled is not None:
+            parts.append(self._collectives_table())
+            parts.append(self._modules_table())
             values = [(what, _size(size), path) for size, what, path in self.widest]
-            parts += [self._collectives_table(), self._modules_table()]
             parts.append(_table("The largest values", "value", "size", "module", rows=values))
         if self.replicated:
             title = "Whole on each device, though the mesh could split them"
             values = [(name, _size(size)) for name, size in self.replicated[:_WIDEST]]
             parts.append(_table(title, "parameter", "size", rows=values))
-        return Group(*parts, *(Text(note) for note in self.notes))
+        return Group(*parts, *map(Text, self.notes))
 
     def __str__(self) -> str:
         return printed(self, 132)
 
     def _memory_table(self) -> Table:
-        room = "" if self.limit is None else f" of {_size(self.limit)}: {'fits' if self.fits() else 'does not fit'}"
         table = _table(f"Memory of one device, {self.mesh}", "part", "size")
-        for field in dataclasses.fields(self.memory):
-            if field.name not in ("peak", "host") and (size := getattr(self.memory, field.name)):
-                table.add_row(field.name, _size(size))
+        for name, size in dataclasses.asdict(self.memory).items():
+            if name not in ("peak", "host") and size:
+                table.add_row(name, _size(size))
+
         table.add_section()
+        room = ""
+        if self.limit is not None:
+            room = f" of {_size(self.limit)}: {'fits' if self.fits() else 'does not fit'}"
         table.add_row("peak", f"{_size(self.memory.peak)}{room}")
         if self.memory.host:
             seconds = "" if self.host_seconds is None else f", {self.host_seconds:.2f} s at the speed of the link"
@@ -270,23 +283,22 @@ class Preview(InNotebooks):
 
     def _modules_table(self) -> Table:
         has_cycles = bool(self.cycles)
-        columns = [
-            "module",
-            *(["Mcycles"] if has_cycles else []),
-            "Gflop",
-            "memory traffic",
-            "received",
-            "collectives",
-            "constrained",
-        ]
+        columns = ["module", "Mcycles", "Gflop", "memory traffic", "received", "collectives", "constrained"]
+        if not has_cycles:
+            columns.remove("Mcycles")
         table = _table("By module, forward and backward", *columns)
+
         measure = operator.attrgetter("cycles" if has_cycles else "memory_bytes", "received_bytes")
         ordered = sorted(self.modules, key=measure, reverse=True)
         for module in ordered[:_SHOWN]:
-            kinds = ", ".join(f"{number} {kind}" for kind, number in module.collectives.items())
-            cycles = [f"{module.cycles / 1e6:.1f}"] if has_cycles else []
-            numbers = f"{module.flops / 1e9:.1f}", _size(module.memory_bytes), _size(module.received_bytes)
-            table.add_row(module.path, *cycles, *numbers, kinds, "; ".join(module.constrained if kinds else ()))
+            row = [module.path]
+            if has_cycles:
+                row.append(f"{module.cycles / 1e6:.1f}")
+            row += [f"{module.flops / 1e9:.1f}", _size(module.memory_bytes), _size(module.received_bytes)]
+            row.append(", ".join(f"{number} {kind}" for kind, number in module.collectives.items()))
+            # What is constrained says where collectives come from, and nothing where there are none.
+            row.append("; ".join(module.constrained) if module.collectives else "")
+            table.add_row(*row)
         if len(ordered) > _SHOWN:
             table.caption = f"and {len(ordered) - _SHOWN} more"
         return table
@@ -313,7 +325,7 @@ def preview_of(
         notes: What else there is to say.
         why: Gives the reasons for which values of a module are constrained.
     """
-    parts = {
+    arguments = {
         "parameters": _bytes_of(state.params),
         "moments": _bytes_of(state.opt_state),
         "frozen": _bytes_of(state.frozen),
@@ -321,38 +333,44 @@ def preview_of(
         "batch": _bytes_of(list(arrays)),
     }
     device = plan.mesh.devices.flat[0]
-    about = describe_mesh(plan.mesh) + f" of {getattr(device, 'device_kind', device.platform)}"
-    limit, whole, said = memory_of(device), tuple(_replicated(plan)), tuple(notes)
+    known: dict[str, Any] = {
+        "mesh": f"{describe_mesh(plan.mesh)} of {getattr(device, 'device_kind', device.platform)}",
+        "limit": memory_of(device),
+        "replicated": tuple(_replicated(plan)),
+        "notes": tuple(notes),
+    }
+
     compiled = compile_or_refuse(lowered)
     if isinstance(compiled, TooLarge):
-        needed = compiled.num_bytes or sum(parts.values())
-        left = max(needed - sum(parts.values()), 0)
-        memory = PreviewMemory(**parts, saved=0, temporaries=left, peak=needed)
-        return Preview(about, memory, limit, (), (), whole, None, compiled.message, said)
-    text, found = compiled.as_text() or "", memory_of_program(compiled, device.platform)
-    costs, modules = costs_of(text, chip_of(device)), ModulePaths(paths)
-    saved = min(int(saved_bytes(text)), found.temporaries)
-    memory = PreviewMemory(
-        **parts, saved=saved, temporaries=found.temporaries - saved, peak=found.peak, host=found.host
-    )
-    widest = tuple(_widest(costs, modules))
+        size = sum(arguments.values())
+        needed = compiled.num_bytes or size
+        memory = PreviewMemory(**arguments, saved=0, temporaries=max(needed - size, 0), peak=needed)
+        return Preview(**known, memory=memory, modules=(), widest=(), compiled=None, refused=compiled.message)
+
+    text = compiled.as_text() or ""
+    program = memory_of_program(compiled, device.platform)
+    # Values that are saved may share memory, so that they can seem to be more than all temporaries together.
+    saved = min(int(saved_bytes(text)), program.temporaries)
+    temporaries = program.temporaries - saved
+    memory = PreviewMemory(**arguments, saved=saved, temporaries=temporaries, peak=program.peak, host=program.host)
+
+    chip = chip_of(device)
+    costs = costs_of(text, chip)
+    modules = ModulePaths(paths)
     waited = exposed_by_axis(text, plan.mesh)
-    exposed = None if waited is None else sum(waited.values())
-    by_module = tuple(modules.by_module(costs, why))
+    host_bytes = int(sum(cost.host_bytes for cost in costs))
+    has_slices = len(set(slices_of(plan.mesh))) > 1
     return Preview(
-        about,
-        memory,
-        limit,
-        by_module,
-        widest,
-        whole,
-        compiled,
-        notes=said,
-        exposed=exposed,
+        **known,
+        memory=memory,
+        modules=tuple(modules.by_module(costs, why)),
+        widest=tuple(_widest(costs, modules)),
+        compiled=compiled,
+        exposed=None if waited is None else sum(waited.values()),
         exposed_by_axis=waited or {},
-        host_bytes=(host_bytes := int(sum(cost.host_bytes for cost in costs))),
-        host_seconds=None if (link := chip_of(device).host_link) is None else host_bytes / link,
-        between_slices=int(sum(cost.between_slices for cost in costs)) if len(set(slices_of(plan.mesh))) > 1 else None,
+        between_slices=int(sum(cost.between_slices for cost in costs)) if has_slices else None,
+        host_bytes=host_bytes,
+        host_seconds=None if chip.host_link is None else host_bytes / chip.host_link,
     )
 
 
@@ -364,19 +382,25 @@ def _bytes_of(tree: PyTree) -> int:
 
 def _replicated(plan: ResolvedPlan) -> list[tuple[str, int]]:
     """Matrices and larger that are not split, though a dim divides by a mesh axis; the largest first."""
-    sizes = [size for size in plan.mesh.shape.values() if size > 1]
-    found: list[tuple[str, int]] = []
+    axis_sizes = [size for size in plan.mesh.shape.values() if size > 1]
+    whole = list[tuple[str, int]]()
     for name, entry in plan.entries.items():
-        divides = any(dim % size == 0 for dim in entry.shape for size in sizes)
-        if entry.tied_to is None and len(entry.shape) > 1 and divides and entry.local_shape == entry.shape:
-            found.append((name, entry.count_bytes(entry.shape) or 0))
-    return sorted(found, key=lambda pair: -pair[1])
+        divides = any(dim % size == 0 for dim in entry.shape for size in axis_sizes)
+        is_whole = entry.local_shape == entry.shape
+        if entry.tied_to is None and len(entry.shape) > 1 and divides and is_whole:
+            whole.append((name, entry.count_bytes(entry.shape) or 0))
+    return sorted(whole, key=operator.itemgetter(1), reverse=True)
 
 
 def _widest(costs: Iterable[Cost], modules: ModulePaths) -> list[tuple[int, str, str]]:
-    found = {(cost.largest[1], modules.find(cost.label)): int(cost.largest[0]) for cost in costs if cost.largest[1]}
-    ordered = sorted(found.items(), key=lambda item: -item[1])[:_WIDEST]
-    return [(size, what, path) for (what, path), size in ordered]
+    # The layers of a model have values alike, which are one row.
+    sizes = dict[tuple[str, str], int]()
+    for cost in costs:
+        size, what = cost.largest
+        if what:
+            sizes[what, modules.find(cost.label)] = int(size)
+    ordered = sorted(sizes.items(), key=operator.itemgetter(1), reverse=True)
+    return [(size, what, path) for (what, path), size in ordered[:_WIDEST]]
 
 
 def _table(title: str, *columns: str, rows: Iterable[Sequence[str]] = ()) -> Table:

@@ -66,8 +66,10 @@ class Decision:
 
     def say(self, entry: torch.Tensor) -> str:
         """The reason, with the fault, and with the bytes of an entry that stays whole for it."""
-        held = "" if any(self.spec) or not self.fault else f"whole, {describe_bytes(entry)} on each device"
-        return "; ".join(filter(None, (self.reason, self.fault, held)))
+        size = ""
+        if self.fault and not any(self.spec):
+            size = f"whole, {describe_bytes(entry)} on each device"
+        return "; ".join(filter(None, (self.reason, self.fault, size)))
 
 
 @contextlib.contextmanager
@@ -94,7 +96,8 @@ def describe_bytes(entry: torch.Tensor) -> str:
 def entries_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters, then buffers, by name; a tie under each of its names."""
     entries = named_tensors(model)
-    if lazy := [name for name, entry in entries.items() if is_lazy(entry)]:
+    lazy = [name for name, entry in entries.items() if is_lazy(entry)]
+    if lazy:
         raise ValueError(
             f"{caller()}: {', '.join(lazy)}: lazy, without a shape yet. Call the model once on example inputs."
         )
@@ -120,10 +123,12 @@ def find_uneven(
     entry: torch.Tensor, dim: int, axes: Axes | None, mesh: Mesh, *, pieces: int = 1, heads: int = 0
 ) -> str:
     """Say that a dim, each of its pieces, or the heads in one do not divide over these axes; empty if they do."""
-    if entry.shape[dim] % (size_of(axes, mesh) * pieces):
+    num_shards = size_of(axes, mesh)
+    if entry.shape[dim] % (num_shards * pieces):
         packed = f" of {pieces} pieces" if pieces > 1 else ""
         return f"dim {dim} = {entry.shape[dim]}{packed} is not a multiple of {with_sizes(axes, mesh)}"
-    if heads % size_of(axes, mesh):
+    # A shard with a part of a head would need the others' for its softmax.
+    if heads % num_shards:
         return f"{heads} heads are not a multiple of {with_sizes(axes, mesh)}, and would be cut"
     return ""
 
@@ -138,20 +143,22 @@ def along(dim: int, ndim: int, axes: Axes) -> PartitionSpec:
     return PartitionSpec(*(axes if at == dim else None for at in range(ndim)))
 
 
-def check_axes(mesh: Mesh, **given: Axes | None) -> None:
+def check_axes(mesh: Mesh, **arguments: Axes | None) -> None:
     """Refuse axes that the mesh lacks, and one axis for two things."""
-    for argument, axes in given.items():
+    named = list[tuple[str, str]]()
+    for argument, axes in arguments.items():
         parts = cast(tuple[object, ...], axes) if isinstance(axes, tuple) else (axes,)
         if axes is not None and not all(isinstance(part, str) for part in parts):
             raise TypeError(f"{caller()}: {argument} must be the name of an axis, or a tuple of some, got {axes!r}.")
-    asked = [(argument, axis) for argument, axes in given.items() for axis in names_of(axes)]
-    faults = [f'{argument}="{axis}" names no axis of it.' for argument, axis in asked if axis not in mesh.shape]
-    axes = [axis for _, axis in asked]
-    faults += [f'axis "{axis}" is given twice.' for axis in dict.fromkeys(axes) if axes.count(axis) > 1]
+        named += [(argument, axis) for axis in names_of(axes)]
+
+    faults = [f'{argument}="{axis}" names no axis of it.' for argument, axis in named if axis not in mesh.shape]
+    counts = collections.Counter(axis for _, axis in named)
+    faults += [f'axis "{axis}" is given twice.' for axis, count in counts.items() if count > 1]
     if faults:
         raise ValueError(
             f"{caller()}: on the mesh {describe_mesh(mesh)}: {' '.join(faults)} Give axes that it has, each once, or a "
-            f"mesh of these: make_mesh({', '.join(f'{axis}=...' for axis in dict.fromkeys(axes))})."
+            f"mesh of these: make_mesh({', '.join(f'{axis}=...' for axis in counts)})."
         )
 
 
@@ -174,64 +181,92 @@ def completed(
         tables: Entries that are split by their last dim there, by id.
         notes: What else is said of entries that are split there, by name.
     """
-    entries, kernels, made = entries_of(model), kernels_of(model), dict(split)
-    made |= {n: _of_adapter(model, n, made, mesh) for n in entries if LORA in n and n not in made}
-    first: dict[int, str] = {}  # of the names of each tensor
-    for name in sorted(filter(made.__contains__, entries), key=lambda name: not any(made[name].spec)):
-        first.setdefault(id(entries[name]), name)
-    found = dict.fromkeys(entries, Decision(PartitionSpec(), "a buffer"))
+    entries = entries_of(model)
+    kernels = kernels_of(model)
+    by_name = dict(split)
+    for name in entries:
+        if LORA in name and name not in by_name:
+            by_name[name] = _of_adapter(model, name, by_name, mesh)
+
+    # A tie has several names and one place: that of the first name that is split, or else of the first.
+    leading: dict[int, str] = {}
+    decided = [name for name in entries if name in by_name]
+    for name in sorted(decided, key=lambda name: not any(by_name[name].spec)):
+        leading.setdefault(id(entries[name]), name)
+
+    decisions = dict[str, Decision]()
     for name, entry in entries.items():
-        if (other := first.get(id(entry))) is None:
+        leader = leading.get(id(entry))
+        if leader is None:
+            decisions[name] = Decision(PartitionSpec(), "a buffer")
             continue
-        tied = made[other]
-        if other != name:
-            tied = replace(tied, reason=", ".join(filter(None, (tied.reason, f"as {other}"))))
-        left = tuple(axis for axis in names_of(fsdp) if axis not in axes_of(tied.spec))
-        shape = entry.shape[:2] if id(entry) in kernels else entry.shape
-        found[name] = _stored(tied, shape, left, mesh, last_first=id(entry) in tables) if left else tied
-        if notes and name in notes and found[name].spec != tied.spec:
-            found[name] = replace(found[name], reason=f"{found[name].reason}; {notes[name]}")
-    return found
+        decision = by_name[leader]
+        if leader != name:
+            decision = replace(decision, reason=", ".join(filter(None, (decision.reason, f"as {leader}"))))
+
+        unused_axes = tuple(axis for axis in names_of(fsdp) if axis not in axes_of(decision.spec))
+        stored = decision
+        if unused_axes:
+            # Of a kernel the channels alone are split, for it is used whole.
+            shape = entry.shape[:2] if id(entry) in kernels else entry.shape
+            stored = _stored(decision, shape, unused_axes, mesh, last_first=id(entry) in tables)
+        if notes and name in notes and stored.spec != decision.spec:
+            stored = replace(stored, reason=f"{stored.reason}; {notes[name]}")
+        decisions[name] = stored
+    return decisions
 
 
 def _of_adapter(model: torch.nn.Module, name: str, split: Mapping[str, Decision], mesh: Mesh) -> Decision:
     """How a matrix of a LoRA adapter (Hu et al., 2021) is split: as the dim of its base layer that it shares."""
-    factor, entry = _FACTOR.fullmatch(name), model.get_parameter(name)
+    factor = _FACTOR.fullmatch(name)
     places = (f"{factor[1]}.base_layer", factor[1]) if factor else ()
     base = next((place for place in places if f"{place}.weight" in split), None)
     if factor is None or base is None:
         return Decision(PartitionSpec(), "of an adapter: whole")
-    layer, decision = model.get_submodule(base), split[f"{base}.weight"]
+
+    # An adapter adds B A to the weight: B has its outputs, as rows, and A its inputs, as columns.
+    layer = model.get_submodule(base)
+    decision = split[f"{base}.weight"]
     product = product_of(layer)
     out_dim = product.out_dim if product is not None else int(is_table(layer))  # a table is (vocabulary, width)
-    shared, dim = (out_dim, 0) if factor[2] in "Bb" else (1 - out_dim, 1)
-    told, axes = f"of an adapter: as its base layer, {decision.reason}", [*decision.spec, None, None][shared]
+    shared_dim, dim = (out_dim, 0) if factor[2] in "Bb" else (1 - out_dim, 1)
+    reason = f"of an adapter: as its base layer, {decision.reason}"
+    axes = [*decision.spec, None, None][shared_dim]
+
+    entry = model.get_parameter(name)
     is_matrix = layer.get_parameter("weight").ndim == 2 and entry.ndim > dim
     if axes is None or not is_matrix or find_uneven(entry, dim, axes, mesh):
-        return Decision(PartitionSpec(), told)
-    form = decision.form if isinstance(decision.form, Pieces) and decision.form.dim == shared else None
-    return Decision(PartitionSpec(*(None,) * dim, axes), told, form=form and replace(form, dim=dim))
+        return Decision(PartitionSpec(), reason)
+    form = None
+    if isinstance(decision.form, Pieces) and decision.form.dim == shared_dim:
+        form = replace(decision.form, dim=dim)
+    return Decision(PartitionSpec(*(None,) * dim, axes), reason, form=form)
 
 
-def _stored(made: Decision, shape: torch.Size, axes: Axes, mesh: Mesh, *, last_first: bool) -> Decision:
+def _stored(decision: Decision, shape: torch.Size, axes: Axes, mesh: Mesh, *, last_first: bool) -> Decision:
     """The decision with one more split, for storage: of the first whole dim that divides, else of one that is split.
 
     A table is split by its features: each device then looks up its own of all rows of the batch, and has the others of
     its rows sent; by its words, it would hold all features of all rows, to be summed over the devices.
     """
     if len(shape) < 2 and shape.numel() < SMALL:
-        return made if made.reason else Decision(made.spec, "a small vector")
-    sizes = shape if made.form is None else made.form.split_shape(shape)
-    parts = [*made.spec, *(None for _ in range(len(sizes) - len(made.spec)))]
-    dims = reversed(range(len(sizes))) if last_first else range(len(sizes))
-    for dim in sorted(dims, key=lambda dim: parts[dim] is not None):
-        split = (*names_of(parts[dim]), *names_of(axes))
-        if sizes[dim] and sizes[dim] % size_of(split, mesh) == 0:
-            parts[dim] = split
+        return decision if decision.reason else Decision(decision.spec, "a small vector")
+    sizes = shape if decision.form is None else decision.form.split_shape(shape)
+    parts = [*decision.spec, *(None for _ in range(len(sizes) - len(decision.spec)))]
+
+    dims = list(range(len(sizes)))
+    if last_first:
+        dims.reverse()
+    whole_first = sorted(dims, key=lambda dim: parts[dim] is not None)
+    for dim in whole_first:
+        all_axes = (*names_of(parts[dim]), *names_of(axes))
+        if sizes[dim] and sizes[dim] % size_of(all_axes, mesh) == 0:
+            parts[dim] = all_axes
             why = f"fully sharded over {'+'.join(names_of(axes))}"
-            return replace(made, spec=PartitionSpec(*parts), reason="; ".join(filter(None, (made.reason, why))))
+            reason = "; ".join(filter(None, (decision.reason, why)))
+            return replace(decision, spec=PartitionSpec(*parts), reason=reason)
     fault = f"no dim of {tuple(shape)} is a multiple of {with_sizes(axes, mesh)}"
-    return replace(made, fault="; ".join(filter(None, (made.fault, fault))))
+    return replace(decision, fault="; ".join(filter(None, (decision.fault, fault))))
 
 
 def plan_of(
@@ -255,21 +290,29 @@ def plan_of(
         ValueError: With `strict`, entries could not be split; all of them, with their bytes.
     """
     entries = entries_of(model)
-    if lines := _unsplit(entries, decisions):
+    lines = _unsplit(entries, decisions)
+    if lines:
         head = f"{len(lines)} {'entry does' if len(lines) == 1 else 'entries do'} not divide over the mesh."
         if strict:
             remedy = "Choose sizes or a mesh that divide, or strict=False, which keeps such entries whole."
             raise ValueError(listed(f"{head} {remedy}", lines))
         warn(listed(head, lines))
-    said = with_globs({n: (d.spec, d.say(entries[n])) for n, d in decisions.items()}, entries)
-    rules = {key: spec for key, (spec, _) in said.items()}
-    reasons: dict[str | re.Pattern[str], str] = {key: reason for key, (_, reason) in said.items()}
-    names = collections.Counter(map(id, entries.values()))  # a tie has several, and no pieces
-    forms = {
-        n: d.form
-        for n, d in decisions.items()
-        if isinstance(d.form, Padded) or (d.form is not None and names[id(entries[n])] == 1)
-    }
+
+    # A rule stands for entries with one spec and one reason, or the table would give a reason that is another's.
+    with_reasons = {name: (decision.spec, decision.say(entries[name])) for name, decision in decisions.items()}
+    rules = dict[str, PartitionSpec]()
+    reasons = dict[str | re.Pattern[str], str]()
+    for key, (spec, reason) in with_globs(with_reasons, entries).items():
+        rules[key] = spec
+        reasons[key] = reason
+
+    # What is tied is read in two ways (a table and a head), and cannot be in pieces for both.
+    num_names = collections.Counter(map(id, entries.values()))
+    forms = dict[str, Pieces | Padded]()
+    for name, decision in decisions.items():
+        is_tied = num_names[id(entries[name])] > 1
+        if isinstance(decision.form, Padded) or (decision.form is not None and not is_tied):
+            forms[name] = decision.form
     stored = with_globs(forms, entries)
     return ShardingPlan(rules, reasons=reasons, activations=dict(activations or {}), stored=stored, context=context)
 
@@ -278,24 +321,32 @@ def _unsplit(entries: Mapping[str, torch.Tensor], decisions: Mapping[str, Decisi
     """Entries that could not be split, each tensor once."""
     lines: dict[int, str] = {}
     for name, decision in decisions.items():
-        if decision.fault:
-            entry = entries[name]
-            split = "whole" if not any(decision.spec) else describe_spec(decision.spec)
-            held = f"{name} {tuple(entry.shape)}, {describe_bytes(entry)}, {split}"
-            lines.setdefault(id(entry), ": ".join(filter(None, (held, decision.reason, decision.fault))))
+        if not decision.fault:
+            continue
+        entry = entries[name]
+        split = describe_spec(decision.spec) if any(decision.spec) else "whole"
+        about = f"{name} {tuple(entry.shape)}, {describe_bytes(entry)}, {split}"
+        lines.setdefault(id(entry), ": ".join(filter(None, (about, decision.reason, decision.fault))))
     return list(lines.values())
 
 
 def with_globs(values: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
     """The same values by fewer rules: a glob in place of the numbers of layers, where it says the same of all."""
-    parts = {name: name.partition(":") for name in values}  # after the colon comes a place within a module
-    keys = {n: re.sub(r"(?<![^.])\d+(?![^.])", "*", path) + colon + rest for n, (path, colon, rest) in parts.items()}
-    alike: dict[str, bool] = {}
-    for key, value in {key: values[name] for name, key in keys.items()}.items():
-        matches = make_matcher(key)
-        matched = [name for name in names if matches(name)]
-        alike[key] = len(matched) > 1 and all(name in values and values[name] == value for name in matched)
-    return {key if alike[key] else name: values[name] for name, key in keys.items()}
+    globs = dict[str, str]()
+    for name in values:
+        path, colon, place = name.partition(":")  # after the colon comes a place within a module
+        globs[name] = re.sub(r"(?<![^.])\d+(?![^.])", "*", path) + colon + place
+
+    # A glob is right if all that it matches have one value: names without a value, too, must not be among them.
+    is_right: dict[str, bool] = {}
+    for name, glob in globs.items():
+        if glob in is_right:
+            continue
+        matches = make_matcher(glob)
+        matched = [other for other in names if matches(other)]
+        same = all(other in values and values[other] == values[name] for other in matched)
+        is_right[glob] = len(matched) > 1 and same
+    return {glob if is_right[glob] else name: values[name] for name, glob in globs.items()}
 
 
 def places_with_globs(values: Mapping[str, T], model: torch.nn.Module) -> dict[str, T]:

@@ -64,7 +64,11 @@ class Rules:
     def __init__(self, model: nn.Module, kind: str) -> None:
         self.plans: dict[str, Mapping[str, str]] = {}
         for name, module in model.named_modules():
-            if not any(is_within(name, owner) for owner in self.plans) and (plan := _plan_of(module, kind)):
+            # The plan of an outer model has the rules of those in it already.
+            if any(is_within(name, owner) for owner in self.plans):
+                continue
+            plan = _plan_of(module, kind)
+            if plan:
                 self.plans[name] = plan
 
     def of_module(self, name: str) -> Rule | None:
@@ -92,10 +96,16 @@ class Rules:
         owner = next((owner for owner in self.plans if is_within(name, owner)), None)
         if owner is None:
             return
-        own = _WRAPPERS.sub("", name[len(owner) :].removeprefix(".") + ".").removesuffix(".")
-        parts, plan = re.sub(r"\.\d+(\.|$)", r".*\1", own).split("."), self.plans[owner]
+        plan = self.plans[owner]
+        within = name[len(owner) :].removeprefix(".")
+        within = _WRAPPERS.sub("", f"{within}.").removesuffix(".")
+        parts = re.sub(r"\.\d+(\.|$)", r".*\1", within).split(".")
+
+        # From the name itself outwards.
         keys = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-        yield from (Rule(plan[key], key) for key in keys[which] if key in plan)
+        for key in keys[which]:
+            if key in plan:
+                yield Rule(plan[key], key)
 
 
 def is_within(name: str, module: str) -> bool:
@@ -129,8 +139,9 @@ class Style:
 
     def dim_of(self, parameter: str, num_dims: int) -> int | None:
         """The dim of a parameter that it splits, from 0."""
-        skipped = (self.skips == "bias" and parameter == "bias") or (self.skips == "vectors" and num_dims == 1)
-        if self.dim is None or skipped:
+        is_bias = self.skips == "bias" and parameter == "bias"
+        is_vector = self.skips == "vectors" and num_dims == 1
+        if self.dim is None or is_bias or is_vector:
             return None
         dim = max(num_dims + self.dim, 0) if self.dim < 0 else self.dim  # of a vector, its only one
         return dim if dim < num_dims else None
@@ -214,15 +225,25 @@ def from_hf(
     check_mesh(mesh)
     check_axes(mesh, tp=tp, fsdp=fsdp)
     check_axes(mesh, ep=ep)  # it may be another's
+
     rules = {name: Rules(model, f"{name}_plan") for name in ("tp", "ep", "fsdp")}
-    asked = {"tp": tp, "ep": ep, "fsdp": fsdp}
-    if faults := [fault for name, axes in asked.items() if axes is not None for fault in _find_faults(name, rules)]:
+    faults = list[str]()
+    for name, axes in {"tp": tp, "ep": ep, "fsdp": fsdp}.items():
+        if axes is not None:
+            faults += _find_faults(name, rules)
+    if faults:
         raise ValueError(listed(f"{type(model).__name__} has no plan that can be read.", faults))
+
     reader = _Reader(mesh, tp, ep, rules["tp"], rules["ep"], roles_of(model))
-    named = model.named_parameters(remove_duplicate=False)
-    split = {name: reader.split(name, p) for name, p in named if LORA not in name}
-    above = {name: rules["fsdp"].above(name) for name in split} if fsdp else {}
-    notes = {name: FSDP_STYLES[rule.style] for name, rule in above.items() if rule}
+    split, notes = dict[str, Decision](), dict[str, str]()
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if LORA in name:
+            continue
+        split[name] = reader.split(name, p)
+        rule = rules["fsdp"].above(name) if fsdp else None
+        if rule is not None:
+            notes[name] = FSDP_STYLES[rule.style]
+
     decisions = completed(model, split, mesh, fsdp=fsdp, notes=notes)
     activations = {} if tp is None else _over_time(model, rules["tp"], tp)
     return plan_of(model, decisions, strict=strict, activations=activations)
@@ -230,15 +251,19 @@ def from_hf(
 
 def _find_faults(argument: str, rules: Mapping[str, Rules]) -> list[str]:
     """What cannot be read of a plan."""
-    styles, recipe = FSDP_STYLES if argument == "fsdp" else STYLES, "expert" if argument == "ep" else argument
-    faults = [
-        f'{argument}_plan["{key}"] is "{style}", which is none of its styles: {", ".join(styles)}. '
-        f"Change it in model.{argument}_plan, or pass {argument}=None."
-        for plan in rules[argument].plans.values()
-        for key, style in plan.items()
-        if style not in styles
-    ]
+    styles = FSDP_STYLES if argument == "fsdp" else STYLES
+    faults = list[str]()
+    for plan in rules[argument].plans.values():
+        for key, style in plan.items():
+            if style not in styles:
+                faults.append(
+                    f'{argument}_plan["{key}"] is "{style}", which is none of its styles: {", ".join(styles)}. '
+                    f"Change it in model.{argument}_plan, or pass {argument}=None."
+                )
+
+    # A model with a tp_plan alone is stored in pieces by its shapes.
     if not rules[argument].plans and (argument != "fsdp" or not rules["tp"].plans):
+        recipe = "expert" if argument == "ep" else argument
         faults.append(
             f"it has no {argument}_plan. Use ts.plans.{recipe}(model, mesh), which goes by what layers are, "
             f"or pass {argument}=None."
@@ -250,13 +275,15 @@ def _find_faults(argument: str, rules: Mapping[str, Rules]) -> list[str]:
 # same collectives, 110 of 45.9 MiB; with the logits gathered, as `colwise_gather_output` asks, to 58.9 MiB.
 def _over_time(model: nn.Module, rules: Rules, tp: Axes) -> dict[str, PartitionSpec]:
     """What modules of the style `sequence_parallel` take and return, by place."""
-    found: dict[str, PartitionSpec] = {}
+    constraints: dict[str, PartitionSpec] = {}
     for name, module in model.named_modules():
         rule = rules.of_module(name)
-        if rule and rule.style == "sequence_parallel":
-            for place in (name, f"{name}:{next(iter(inspect.signature(module.forward).parameters))}"):
-                found[place] = PartitionSpec(PartitionSpec.UNCONSTRAINED, tp)
-    return places_with_globs(found, model)
+        if rule is None or rule.style != "sequence_parallel":
+            continue
+        first_argument = next(iter(inspect.signature(module.forward).parameters))
+        for place in (name, f"{name}:{first_argument}"):
+            constraints[place] = PartitionSpec(PartitionSpec.UNCONSTRAINED, tp)
+    return places_with_globs(constraints, model)
 
 
 @dataclass(frozen=True)
@@ -272,21 +299,26 @@ class _Reader:
 
     def split(self, name: str, entry: torch.Tensor) -> Decision:
         """How the rules of `ep_plan` and `tp_plan` split a parameter."""
-        spec, reasons, faults, form = PartitionSpec(), list[str](), list[str](), None
+        spec = PartitionSpec()
+        form: Pieces | None = None
+        reasons, faults = list[str](), list[str]()
         for axes, rule in ((self.ep, self.ep_rules.of_parameter(name)), (self.tp, self._tp_rule(name))):
             if axes is None or rule is None:
                 continue
             style = STYLES[rule.style]
+            note = style.note
             dim = style.dim_of(name.rpartition(".")[2], entry.ndim)
-            fault = "" if dim is None else self._fault(name, entry, dim, axes=axes, rule=rule)
-            faults += [fault] if fault else []
-            note = "" if fault else style.note
-            if dim is not None and dim < len(spec) and spec[dim] is not None:
-                note = "the dim is split already"
-            elif dim is not None and not fault:
-                spec = _with(spec, dim, axes)
-                form = Pieces(style.pieces, dim=dim) if style.pieces > 1 else form
-            reasons.append(rule.style + (f" ({note})" if note else ""))
+            if dim is not None:
+                fault = self._fault(name, entry, dim, axes=axes, rule=rule)
+                if fault:
+                    faults.append(fault)
+                    note = ""
+                if dim < len(spec) and spec[dim] is not None:
+                    note = "the dim is split already"
+                elif not fault:
+                    spec = _with(spec, dim, axes)
+                    form = Pieces(style.pieces, dim=dim) if style.pieces > 1 else form
+            reasons.append(f"{rule.style} ({note})" if note else rule.style)
         return Decision(spec, "; ".join(reasons) or "no rule of tp_plan or ep_plan", "; ".join(faults), form)
 
     def _tp_rule(self, name: str) -> Rule | None:
