@@ -92,7 +92,7 @@ def test_equals_eager_torch(kind: type[nn.Module], num_programs: int) -> None:
 def test_a_value_that_stays_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     step = step_of(Sums())
     state, _ = step(step.init(seed=0), X)
-    monkeypatch.setattr("torch_shard._loss.host_values.to_host", None)  # reading waits for the step before
+    monkeypatch.setattr("torch_shard._loss.answers.to_host", None)  # reading waits for the step before
     for _ in range(3):
         state, _ = step(state, X)
     assert step.num_compiles == 1

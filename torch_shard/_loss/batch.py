@@ -185,6 +185,7 @@ def _order(batch: Any) -> Any:
 
 
 def _reordered(batch: Any, order: Any) -> Any:
+    """A batch with the keys of its dicts in this order, in which the loss may go through them."""
     if type(batch) is dict:
         return {key: _reordered(batch[key], inner) for key, inner in order}
     if type(batch) in (list, tuple):
@@ -222,14 +223,16 @@ class Text:
     def __init__(self, value: str, read: list[str]) -> None:
         self._value, self._read = value, read
 
+    # isinstance(text, str) is asked of all texts alike, so that its answer is no part of this one.
     @property
-    def __class__(self) -> type:  # isinstance(text, str), which is so of all
+    def __class__(self) -> type:
         return str
 
     @__class__.setter
     def __class__(self, value: type) -> None:
         raise TypeError("__class__ of a text cannot be set")
 
+    # A copy notes to the same list, and a text never changes.
     def __deepcopy__(self, memo: object) -> "Text":
         return self
 
@@ -246,7 +249,9 @@ def _noting(name: str) -> Any:
 
 
 _ASKED = [name for name, method in vars(str).items() if callable(method)]
-_BY_C_CODE = ["__int__", "__index__", "__float__", "__complex__", "__bytes__", "__fspath__"]  # int(text), open(text)
+
+# What int(text), float(text) or open(text) look for: there they raise, and the capture is refused the text.
+_BY_C_CODE = ["__int__", "__index__", "__float__", "__complex__", "__bytes__", "__fspath__"]
 
 for _name in {*_ASKED, *_BY_C_CODE} - {"__new__", "__getattribute__", "__sizeof__"}:
     setattr(Text, _name, _noting(_name))

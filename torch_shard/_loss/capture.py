@@ -40,13 +40,18 @@ class _LossCapture:
     def run(self, host: HostInputs) -> CapturedLoss:
         """Capture it, for what the host has of the batch and of buffers."""
         what = self._what()
-        model, joint = self.source.model, JointLoss(self.source, self.signature, host)
-        reads, places = Reads(self.source.loss_fn, restore=True), ()
+        model = self.source.model
+        joint = JointLoss(self.source, self.signature, host)
+        reads = Reads(self.source.loss_fn, restore=True)
+        places = ()
         try:
             layers = capture_with(host, lambda: self._layers(joint, reads, what))
             places = layers[0].graph.effects.unread_places
-        finally:  # a dict that was asked for a parameter may have raised
-            reads.refuse_identity(guard := reads.guard(places), holdings(model).all, what)
+        finally:
+            # Also where the loss raised: a dict of the user's with parameters as keys has no entry for a stand-in.
+            guard = reads.guard(places)
+            reads.refuse_identity(guard, holdings(model).all, what)
+
         captured = CapturedLoss(layers, model, guard, self.look_again)
         program = LossProgram.of(captured, None)
         _refuse_aliases(program, model, what)
@@ -90,11 +95,12 @@ def reads_texts(
     """Tell whether a captured loss may be another one with the texts of this batch (ids, paths): it asks for them."""
     read = list[str]()
     watched = signature.with_texts(Text(text, read) for text in signature.texts)
-    try:  # with the texts themselves, too: the loss may swallow the error that C code raises
-        found = [_LossCapture(source, each, sequence_dims).run(values.of(0)) for each in (signature, watched)]
-    except Exception:  # of C code, which is given no text
-        return True
-    return bool(read) or captured.asks_for_types or not all(map(captured.is_same, found))
+    try:
+        # With the texts themselves, too: the loss may swallow the error that C code raises of a `Text`.
+        captures = [_LossCapture(source, each, sequence_dims).run(values.of(0)) for each in (signature, watched)]
+    except Exception:
+        return True  # C code has asked for a text
+    return bool(read) or captured.asks_for_types or not all(map(captured.is_same, captures))
 
 
 def loss_program(
@@ -107,43 +113,63 @@ def loss_program(
     sequence_dims: tuple[int | None, ...] = (),
 ) -> LossProgram:
     """The program of `loss_fn(model, batch)` for batches like this, captured once per model, loss and signature."""
-    model, plan, held = source.model, source.plan, source.held
-    entries = tuple((name, tuple(t.shape), t.dtype, name in held.trainable) for name, t in held.all.items())
+    model = source.model
+    plan = source.plan
+    tensors = source.held
+    entries = tuple((name, tuple(t.shape), t.dtype, name in tensors.trainable) for name, t in tensors.all.items())
     flags = tuple(m.training for m in model.modules()) if source.train else None
-    hooks = gradient_hooks(held.trainable.values()) if source.train else ()
+    hooks = gradient_hooks(tensors.trainable.values()) if source.train else ()
     key = (_identity(source.loss_fn), signature, entries, flags, source.precision, source.layers, capture_settings())
     key = (*key, hooks, source.accumulate_steps, sequence_dims)
     if plan is not None and (plan.activations or plan.context):
-        key = (*key, plan.activations, plan.context, plan.mesh)  # the mesh says what fits
-    refs = _CAPTURED.setdefault(model, {})
-    known = [captured for ref in refs.get(key, ()) if (captured := ref()) is not None and not captured.outdated()]
+        # A program is the same on each mesh, but which splits of activations are refused depends on its axes.
+        key = (*key, plan.activations, plan.context, plan.mesh)
+
+    references = _CAPTURED.setdefault(model, {})
+    current: list[CapturedLoss] = []
+    for reference in references.get(key, ()):
+        captured = reference()
+        if captured is not None and not captured.outdated():
+            current.append(captured)
+
     host = values.of(microbatch)
-    captured = next((captured for captured in known if not isinstance(captured.answers.run(host), Mismatch)), None)
-    if captured is None:
-        captured = _LossCapture(source, signature, sequence_dims).run(host)
-        known = [captured, *known[: KEPT - 1]]
-    for unused in [other for other, found in refs.items() if not any(ref() for ref in found)]:
-        del refs[unused]
-    refs[key] = list(map(weakref.ref, known))
-    return LossProgram.of(captured, rows)
+    chosen = next((captured for captured in current if not isinstance(captured.answers.run(host), Mismatch)), None)
+    if chosen is None:
+        chosen = _LossCapture(source, signature, sequence_dims).run(host)
+        current = [chosen, *current[: KEPT - 1]]
+
+    unused = [other for other, captures in references.items() if not any(reference() for reference in captures)]
+    for other in unused:
+        del references[other]
+    references[key] = list(map(weakref.ref, current))
+    return LossProgram.of(chosen, rows)
 
 
 def _refuse_aliases(program: LossProgram, model: torch.nn.Module, what: str) -> None:
     """Refuse tensors beside a model's own that lie in the memory of what changes."""
-    held = holdings(model)
-    changing = {name: held.all[name] for name in (*(program.grads or held.trainable), *program.written)}
-    before = live_model(model).memory_of_before
-    pairs = ((name, tensor, memory_span(tensor) or before.get(name)) for name, tensor in changing.items())
-    spans = [(name, tensor, span) for name, tensor, span in pairs if span is not None]
-    found = [
-        f"  {variable}, {tuple(value.shape)}, in that of {name}, {tuple(tensor.shape)}"
-        for variable, value in program.captured.outside
-        if (own := memory_span(value))
-        for name, tensor, span in spans
-        if value is not tensor and own[0] < span[1] and span[0] < own[1]
-    ]
-    if found:
-        listed = "\n".join([*dict.fromkeys(found)][:8])
+    entries = holdings(model)
+    changing = dict.fromkeys((*(program.grads or entries.trainable), *program.written))
+
+    # Tensors of a live model have no memory of their own; aliases were made of what they were before.
+    memory_before = live_model(model).memory_of_before
+    spans: list[tuple[str, torch.Tensor, tuple[int, int]]] = []
+    for name in changing:
+        tensor = entries.all[name]
+        span = memory_span(tensor) or memory_before.get(name)
+        if span is not None:
+            spans.append((name, tensor, span))
+
+    aliases: dict[str, None] = {}
+    for variable, value in program.captured.outside:
+        memory = memory_span(value)
+        if not memory:
+            continue
+        for name, tensor, span in spans:
+            overlaps = memory[0] < span[1] and span[0] < memory[1]
+            if value is not tensor and overlaps:
+                aliases[f"  {variable}, {tuple(value.shape)}, in that of {name}, {tuple(tensor.shape)}"] = None
+    if aliases:
+        listed = "\n".join([*aliases][:8])
         raise NotImplementedError(
             f"{what} reads what lies in the memory of the model's parameters or buffers:\n\n{listed}\n\nEager torch "
             "changes both together. A state has parameters and buffers alone, and these would stay as they are now. "
@@ -153,10 +179,13 @@ def _refuse_aliases(program: LossProgram, model: torch.nn.Module, what: str) -> 
 
 
 def _refuse_written_out(program: LossProgram, context: OverContext | None, what: str) -> None:
-    if context is not None and context.mode != "gather" and (found := program.written_out):
+    if context is None or context.mode == "gather":
+        return
+    modules = program.written_out
+    if modules:
         raise ValueError(
             f"{what}: context_mode={context.mode!r} is for attention that is called, and not for what is written out "
-            f"as softmax and products: {', '.join(found[:4])}{', ...' * (len(found) > 4)}. Use "
+            f"as softmax and products: {', '.join(modules[:4])}{', ...' * (len(modules) > 4)}. Use "
             "context_mode='gather', or torch.nn.functional.scaled_dot_product_attention (Hugging Face: "
             'attn_implementation="sdpa"; nn.MultiheadAttention: need_weights=False).'
         )

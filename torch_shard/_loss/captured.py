@@ -40,13 +40,22 @@ class CapturedLoss:
         self.program, self.rolled, self.groups = captured
         self.answers = Answers(self.program.graph)
         self.made_buffers = made_buffers(self.program.graph.changed)
-        own = {None, *model.modules()}  # None: the scaffold of the capture, gone by now
-        self.others: ModuleFlags = tuple((ref, flag) for ref, flag in self.program.graph.modules if ref() not in own)
-        modules = dict(cast(Iterable[tuple[str, torch.nn.Module]], model.named_modules()))
-        modules |= {f"{type(m).__name__} ({id(m)})": m for ref, _ in self.others if (m := ref()) is not None}
         self.effects = self.program.graph.effects
+        self._reads = reads
+        self._look_again = look_again
+
+        # A reference that is dead by now was to a scaffold of the capture.
+        of_model = {None, *model.modules()}
+        self.others: ModuleFlags = tuple(
+            (ref, flag) for ref, flag in self.program.graph.modules if ref() not in of_model
+        )
+
+        modules = dict(cast(Iterable[tuple[str, torch.nn.Module]], model.named_modules()))
+        for ref, _ in self.others:
+            module = ref()
+            if module is not None:
+                modules[f"{type(module).__name__} ({id(module)})"] = module
         self._attributes = Guard(module_roots(modules.items(), model), without=self.effects.unread_places)
-        self._reads, self._look_again = reads, look_again
 
     @functools.cached_property
     def outline(self) -> GraphOutline:
@@ -64,7 +73,9 @@ class CapturedLoss:
     def look_again(self, values: HostValues) -> None:
         """Capture it once more, and refuse it if it is another one now."""
         self._look_again(self, values.of(0))
-        self._reads.renew()  # a count of calls has gone on, and was seen to be harmless
+
+        # A count of calls has gone on since the first capture, and was seen to be harmless.
+        self._reads.renew()
         self._attributes.renew()
 
     @property
@@ -86,20 +97,33 @@ class CapturedLoss:
         """Say what has changed since the capture, of all that the signature does not tell; None if nothing has."""
         if not flags_hold(self.others):
             return "a module beside the model was switched between train() and eval()"
-        if (name := self.effects.outdated()) is not None:
+
+        name = self.effects.outdated()
+        if name is not None:
             return f"{name}, where it keeps a number of each step, was taken away or made anew"
-        if (name := self._attributes.changed()) is not None:
+
+        name = self._attributes.changed()
+        if name is not None:
             return f"the attribute {name} has another value"
+
         name = self._reads.changed()
         return None if name is None else f"{name}, which the loss reads, has another value"
 
     @property
     def outside(self) -> Iterator[tuple[str, torch.Tensor | np.ndarray]]:
         """Tensors that it closes over or has asked values of, and NumPy arrays that were read, with their names."""
-        leaves, graph = itertools.chain(self._attributes.leaves, self._reads.leaves), self.program.graph
+        leaves = itertools.chain(self._attributes.leaves, self._reads.leaves)
         names = {id(value): name for name, value in leaves if isinstance(value, torch.Tensor)}
-        sources = graph.host.sources.values() if graph.host else ()
-        closure = (t for t, given in zip(graph.closure, self.answers.are_given, strict=False) if not given)
-        for tensor in (*closure, *(source for source in sources if isinstance(source, torch.Tensor))):
+
+        graph = self.program.graph
+        tensors: list[torch.Tensor] = []
+        for tensor, is_given in zip(graph.closure, self.answers.are_given, strict=False):
+            if not is_given:
+                tensors.append(tensor)
+        for source in graph.host.sources.values() if graph.host else ():
+            if isinstance(source, torch.Tensor):
+                tensors.append(source)
+
+        for tensor in tensors:
             yield names.get(id(tensor), "a tensor"), tensor
         yield from self._reads.arrays

@@ -34,7 +34,9 @@ class StepItems(Mapping[int, Any]):
     """
 
     def __init__(self, arrays: Mapping[str, jax.Array], microbatch: int, num_microbatches: int) -> None:
-        self._arrays, self._microbatch, self._num = arrays, microbatch, num_microbatches
+        self._arrays = arrays
+        self._microbatch = microbatch
+        self._num_microbatches = num_microbatches
         self._read = dict[int, Any]()
 
     def __getitem__(self, position: int) -> Any:
@@ -51,12 +53,14 @@ class StepItems(Mapping[int, Any]):
     def kept_tensor(self, position: int, dtype: torch.dtype | None) -> torch.Tensor:
         """The tensor of a position, on the device `jax`; nobody waits for it."""
         array = self._arrays[str(position)]
-        return JaxTensor(Storage(array[self._microbatch, 0] if self._num > 1 else array[0], dtype))
+        row = array[self._microbatch, 0] if self._num_microbatches > 1 else array[0]
+        return JaxTensor(Storage(row, dtype))
 
     def tensor(self, position: int) -> torch.Tensor:
         """The tensor of a position, on the CPU."""
-        leading = 1 if self._num > 1 else 0  # the last of the leading dims
-        return to_host(self._arrays[str(position)]).flatten(0, leading)[self._microbatch]
+        last_leading_dim = 1 if self._num_microbatches > 1 else 0
+        tensor = to_host(self._arrays[str(position)])
+        return tensor.flatten(0, last_leading_dim)[self._microbatch]
 
     @property
     def is_ready(self) -> bool:
@@ -79,9 +83,14 @@ class Doing:
                 f"{caller()}: it keeps, prints or logs numbers of tensors, which it cannot do again where it is called "
                 "within a function that JAX traces, such as of jax.jit. Return the numbers."
             )
+
         self._settle()
-        for number in range(num_microbatches) if plan else ():
+        if not plan:
+            return
+        for number in range(num_microbatches):
             items = StepItems(arrays, number, num_microbatches)
+
+            # All before the first write: `a, b = b, a` reads both.
             old = {key: place.get() for key, place in plan.old_places.items()}
             for call in plan.calls:
                 args, kwargs = call.arguments(items, old, items.tensor)
@@ -89,13 +98,16 @@ class Doing:
             self._write(plan, items, old)
 
     def _write(self, plan: EffectPlan, items: StepItems, old: Mapping[Hashable, Any]) -> None:
-        made = set[int]()
+        made_parents = set[int]()
         for write in plan.writes:
+            # Where the container is not there (it is made at the first step, or was set to None), it is made with all
+            # that is to be in it, and further writes into it are done by that.
             parent = write.parent
-            if parent is not None and (id(parent) in made or _is_nothing(parent.get())):
-                if id(parent) not in made:
-                    self._set(parent, write.if_absent, items, old)
-                made.add(id(parent))
+            if parent is not None and id(parent) in made_parents:
+                continue
+            if parent is not None and _is_nothing(parent.get()):
+                self._set(parent, write.if_absent, items, old)
+                made_parents.add(id(parent))
             elif write.action == "set":
                 self._set(write.place, write.template, items, old)
             else:
@@ -110,6 +122,7 @@ class Doing:
     def _add(self, write: Write, items: StepItems, old: Mapping[Hashable, Any]) -> None:
         container = write.place.get()
         values = [self._value(template, items, old) for template in write.template]
+
         if write.action == "refill":
             container.clear()
         if write.action in ("extend", "refill"):
@@ -118,6 +131,7 @@ class Doing:
             container.extendleft(reversed(values))
         else:
             container[:0] = values
+
         for value in values:
             if type(value) is LateNumber:
                 self._wait_at(None, container, value, items)
@@ -141,9 +155,12 @@ class Doing:
                 if place.get() is number:
                     place.set(number.value)
                 continue
-            at = next((i for i in reversed(range(len(container))) if container[i] is number), None)
-            if at is not None:
-                container[at] = number.value
+
+            # Most are appended, so that the last ones are found at once. One may have been taken out again.
+            for at in reversed(range(len(container))):
+                if container[at] is number:
+                    container[at] = number.value
+                    break
 
 
 def _is_nothing(value: object) -> bool:

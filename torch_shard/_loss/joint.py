@@ -82,26 +82,38 @@ class JointLoss:
     """
 
     def __init__(self, source: LossSource, signature: BatchSignature, host: HostInputs | None) -> None:
-        self._source, self._signature, self._host, plan = source, signature, host, source.plan
+        self._source = source
+        self._signature = signature
+        self._host = host
+        plan = source.plan
         self.context = OverContext(plan.context, plan.mesh) if plan and plan.context else None
-        moved = plan.activations if plan else ()
-        self._activations = Activations(source.model, moved, plan.mesh) if plan and moved else None
-        self._held = source.held
-        self._hooks = {name: _hooks(name, parameter) for name, parameter in self._held.trainable.items()}
+        self._activations = None
+        if plan and plan.activations:
+            self._activations = Activations(source.model, plan.activations, plan.mesh)
+
+        self._holdings = source.held
+        self._hooks = {name: _hooks(name, parameter) for name, parameter in self._holdings.trainable.items()}
 
     def __call__(self, regions: LayerInterceptor | None = None) -> tuple[TensorFn[LossShape], list[Spec]]:
         """`(*tensors, *batch) -> loss, gradients, buffers and metrics`, and what it takes."""
+        # A hook sees the gradient of its own parameter, not that of a bundle.
         hooked = [name for name, hooks in self._hooks.items() if hooks]
-        groups = regions.groups if regions else ()
-        named = graph_inputs(self._source.model, self._held.all, groups, trainable=self._held.trainable, apart=hooked)
+        named = graph_inputs(
+            self._source.model,
+            self._holdings.all,
+            regions.groups if regions else (),
+            trainable=self._holdings.trainable,
+            apart=hooked,
+        )
 
         def joint(*inputs: torch.Tensor) -> tuple[Sequence[torch.Tensor], LossShape]:
-            given = dict(zip(named, inputs, strict=False))
+            tensors = dict(zip(named, inputs, strict=False))
             batch = inputs[len(named) :]
             if self._host:
-                buffers = {name: given[name] for name in self._held.buffers if name in given}
+                buffers = {name: tensors[name] for name in self._holdings.buffers if name in tensors}
                 current_values().specialise(self._host, buffers, batch)
             note([("", self._source.model), ("loss_fn", self._source.loss_fn)])
+
             with contextlib.ExitStack() as stack:
                 if self.context:
                     stack.enter_context(self.context.active())
@@ -114,62 +126,86 @@ class JointLoss:
                     stack.enter_context(torch.no_grad())
                 else:
                     stack.enter_context(float16_refused())
-                stack.enter_context(holding(self._source.model, self._tensors(given, regions)))
-                found = self._run(given, batch, regions.check if regions else None)
+                stack.enter_context(holding(self._source.model, self._module_tensors(tensors, regions)))
+                outputs = self._run(tensors, batch, regions.check if regions else None)
                 if regions:
                     regions.check_used()
-                return found
+                return outputs
 
         return joint, [*map(self._spec, named), *self._signature.specs]
 
-    def _spec(self, given: GraphInput) -> Spec:
-        if isinstance(given, Bundle):
+    def _spec(self, graph_input: GraphInput) -> Spec:
+        if isinstance(graph_input, Bundle):
             return Spec((), torch.float32, self._source.train)
-        tensor = self._held.all[given]
-        return Spec(tuple(tensor.shape), tensor.dtype, self._source.train and given in self._held.trainable)
+        tensor = self._holdings.all[graph_input]
+        has_grad = self._source.train and graph_input in self._holdings.trainable
+        return Spec(tuple(tensor.shape), tensor.dtype, has_grad)
 
-    def _tensors(
-        self, given: dict[GraphInput, torch.Tensor], regions: LayerInterceptor | None
+    def _module_tensors(
+        self, tensors: dict[GraphInput, torch.Tensor], regions: LayerInterceptor | None
     ) -> dict[str, torch.Tensor]:
         """Tensors that the module is to hold instead of its own, by name."""
-        found: dict[str, torch.Tensor] = {}
-        for name, tensor in given.items():
-            if isinstance(name, Bundle):
+        by_name: dict[str, torch.Tensor] = {}
+        for graph_input, tensor in tensors.items():
+            if isinstance(graph_input, Bundle):
                 assert regions is not None
-                regions.bind(name, tensor, self._held.trainable)
+                regions.bind(graph_input, tensor, self._holdings.trainable)
             else:
-                found[name] = tensor
-        return found
+                by_name[graph_input] = tensor
+        return by_name
 
     def _run(
-        self, given: dict[GraphInput, torch.Tensor], batch: Sequence[torch.Tensor], check: Check
+        self, tensors: dict[GraphInput, torch.Tensor], batch: Sequence[torch.Tensor], check: Check
     ) -> tuple[Sequence[torch.Tensor], LossShape]:
-        trains, held = self._source.train, self._held
-        leaves = {n: t for n, t in given.items() if trains and (isinstance(n, Bundle) or n in held.trainable)}
-        for name, hooks in self._hooks.items() if trains else ():
-            for hook in hooks:
-                leaves[name].register_hook(hook)
-        with (effects := Effects()).active():
+        """Run the loss and take its gradients.
+
+        Args:
+            tensors: By the inputs of the graph that they are.
+            batch: Its leaves.
+            check: Is called when the user's code has run.
+        """
+        trains = self._source.train
+        leaves: dict[GraphInput, torch.Tensor] = {}
+        if trains:
+            for graph_input, tensor in tensors.items():
+                if isinstance(graph_input, Bundle) or graph_input in self._holdings.trainable:
+                    leaves[graph_input] = tensor
+            for name, hooks in self._hooks.items():
+                for hook in hooks:
+                    leaves[name].register_hook(hook)
+
+        effects = Effects()
+        with effects.active():
             with self._source.precision.active("jax"):
                 out = self._source.loss_fn(self._source.model, self._signature.rebuild(batch))
-            if check:  # now that the user's code has run
+            if check:
                 check()
             if self._activations:
                 self._activations.check(all_met=trains)
+
             loss, named = split_loss(out)
             named = {name: effects.as_tensors(metric) for name, metric in named.items()}
-            del out  # it may have numbers that are not kept
-            grads, without = self._gradients(loss, leaves) if trains else ([], ())  # whose hooks may keep numbers, too
+
+            # What is returned may have numbers that nobody keeps; those that are alive at the end count as kept.
+            del out
+
+            # Within the effects, as gradient hooks may keep numbers, too.
+            grads: list[torch.Tensor] = []
+            without_grad: tuple[GraphInput, ...] = ()
+            if trains:
+                grads, without_grad = self._gradients(loss, leaves)
+
         effects.plan()
-        found, tree = flatten({**named, **for_effects(effects.tensors())})
-        metrics = list(map(as_metric, found))
-        outputs = [loss.detach(), *grads, *(buffer.detach() for buffer in self._buffers()), *metrics]
-        return outputs, LossShape(list(given), list(leaves), list(held.buffers), tree, without)
+        values, tree = flatten({**named, **for_effects(effects.tensors())})
+        metrics = list(map(as_metric, values))
+        buffers = [buffer.detach() for buffer in self._buffers()]
+        shape = LossShape(list(tensors), list(leaves), list(self._holdings.buffers), tree, without_grad)
+        return [loss.detach(), *grads, *buffers, *metrics], shape
 
     def _buffers(self) -> list[torch.Tensor]:
         """The buffers as forward left them."""
         now = dict(self._source.model.named_buffers())
-        for name, before in self._held.buffers.items():
+        for name, before in self._holdings.buffers.items():
             after = now.get(name)
             if after is None or (after.shape, after.dtype) != (before.shape, before.dtype):
                 what = "removes it" if after is None else f"makes it {tuple(after.shape)} {after.dtype}"
@@ -179,7 +215,7 @@ class JointLoss:
                 )
         if self._host:
             current_values().follow(now)
-        return [now[name] for name in self._held.buffers]
+        return [now[name] for name in self._holdings.buffers]
 
     def _gradients(
         self, loss: torch.Tensor, leaves: dict[GraphInput, torch.Tensor]
@@ -190,14 +226,20 @@ class JointLoss:
                 "cuts the gradient: .detach(), torch.no_grad(), torch.inference_mode() (around the step, too), argmax, "
                 "or a loss of the batch alone."
             )
-        # hooks see what they would in `(loss / n).backward()`, and need not be linear
-        seed = torch.full_like(loss, 1 / n) if (n := self._source.accumulate_steps) > 1 else None
-        found = _derivatives(loss, seed, list(leaves.values()))
-        without = tuple(name for name, grad in zip(leaves, found, strict=True) if grad is None)
-        grads = [
-            torch.zeros(p.shape, dtype=p.dtype) if g is None else g for p, g in zip(leaves.values(), found, strict=True)
-        ]
-        return grads, without
+
+        # Gradient hooks need not be linear: they see what they would see in `(loss / n).backward()`.
+        num_microbatches = self._source.accumulate_steps
+        seed = torch.full_like(loss, 1 / num_microbatches) if num_microbatches > 1 else None
+        derivatives = _derivatives(loss, seed, list(leaves.values()))
+
+        grads: list[torch.Tensor] = []
+        without_grad: list[GraphInput] = []
+        for (graph_input, leaf), derivative in zip(leaves.items(), derivatives, strict=True):
+            if derivative is None:
+                without_grad.append(graph_input)
+                derivative = torch.zeros(leaf.shape, dtype=leaf.dtype)
+            grads.append(derivative)
+        return grads, tuple(without_grad)
 
 
 def _hooks(name: str, parameter: torch.Tensor) -> list[Callable[..., object]]:
@@ -250,16 +292,18 @@ def holding(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Generator
         module: It gets its own back.
         tensors: By the names of `holdings`.
     """
-    own = holdings(module).all
-    new = {id(own[name]): marked_like(own[name], tensor) for name, tensor in tensors.items()}
+    originals = holdings(module).all
+    new = {id(originals[name]): marked_like(originals[name], tensor) for name, tensor in tensors.items()}
     places = [place for place in entry_places(module) if id(place[2]) in new]
-    for held, name, tensor in places:
-        held[name] = new[id(tensor)]
-        if isinstance(tensor, nn.Parameter):
-            new[id(tensor)]._is_param = True  # as an instance of nn.Parameter has it
+    for entries, name, original in places:
+        entries[name] = new[id(original)]
+        if isinstance(original, nn.Parameter):
+            # isinstance(tensor, nn.Parameter) asks for this attribute, of which modules make decisions.
+            new[id(original)]._is_param = True
     try:
-        with binding([own[name] for name in tensors], list(new.values())):  # in lists and other places, too
+        # A parameter may stand in a list or a closure, too, from where the forward pass reads it.
+        with binding([originals[name] for name in tensors], list(new.values())):
             yield
     finally:
-        for held, name, tensor in places:
-            held[name] = tensor
+        for entries, name, original in places:
+            entries[name] = original

@@ -53,13 +53,20 @@ class LossInputs:
     """The inputs of a loss program by number: named tensors and bundles of them, then the batch and the closure."""
 
     def __init__(self, named: list[GraphInput], tensors: Mapping[str, jax.Array], others: list[jax.Array]) -> None:
-        self._named, self._tensors, self._others = named, tensors, others
+        self._named = named
+        self._tensors = tensors
+        self._others = others
+
+        # Stacks in the form in which a program takes them, by `id` of the stored one: many rows ask for the same.
         self._stacks: dict[int, jax.Array] = {}
 
     def _name(self, at: tuple[int, ...]) -> str | None:
+        """The name of an input of the model; None of the batch and the closure."""
         number, *member = at
-        given = self._named[number] if number < len(self._named) else None
-        return given.names[member[0]] if isinstance(given, Bundle) else given
+        if number >= len(self._named):
+            return None
+        graph_input = self._named[number]
+        return graph_input.names[member[0]] if isinstance(graph_input, Bundle) else graph_input
 
     def __getitem__(self, at: tuple[int, ...]) -> jax.Array:
         name = self._name(at)
@@ -81,10 +88,15 @@ class LossInputs:
         name = self._name(at)
         if name is None or not isinstance(self._tensors, Stacks):
             return None
-        found = self._tensors.row(name)
-        if found is None or (form := self._tensors.layout.forms.get(name)) is None:
-            return None if found is None else StackRow(*found)
-        stack, row = found
+
+        stack_and_row = self._tensors.row(name)
+        if stack_and_row is None:
+            return None
+        form = self._tensors.layout.forms.get(name)
+        if form is None:
+            return StackRow(*stack_and_row)
+
+        stack, row = stack_and_row
         if id(stack) not in self._stacks:
             self._stacks[id(stack)] = form.in_program(stack, is_stack=True)
         return StackRow(self._stacks[id(stack)], row)
@@ -159,19 +171,24 @@ class LossProgram:
 
     def carrying(self, other: "LossProgram") -> "LossProgram | None":
         """A program for what this one and another capture are for, maybe this one; None if numbers are not all."""
-        outline, theirs = self.captured.outline, other.captured.outline
-        is_asked = self.answers.num and other.answers.num
-        if not is_asked or (found := outline.differences(theirs)) is None:
+        if not self.answers.num or not other.answers.num:
+            return None
+        outline = self.captured.outline
+        other_outline = other.captured.outline
+        differences = outline.differences(other_outline)
+        if differences is None:
             return None
         if self.captured.effects.agreed(other.captured.effects) is None:
             return None
+
         self.captured.take_effects(other.captured)
-        answers, program = self.answers.wider(outline, found), self
+        program = self
+        answers = self.answers.wider(outline, differences)
         if answers is not self.answers:
             graph = self.captured.program.carrying(answers.kinds)
             rolled = None if self.rolled is None else self.rolled.of(graph)
             program = dataclasses.replace(self, answers=answers, program=graph, rolled=rolled)
-        answers.take(other.answers, theirs, self.captured.reads_beside(other.captured))
+        answers.take(other.answers, other_outline, self.captured.reads_beside(other.captured))
         return program
 
     def with_remat(self, remat: str) -> "LossProgram":
@@ -204,14 +221,19 @@ class LossProgram:
         Returns:
             Further inputs, stacked if there are microbatches; or what has another value.
         """
-        found: list[list[torch.Tensor]] = []
+        by_microbatch: list[list[torch.Tensor]] = []
         for number in range(values.num):
             answer = self.answers.run(values.of(number))
             if isinstance(answer, Mismatch):
                 return dataclasses.replace(answer, microbatch=number)
+
+            # The next microbatch reads the buffers that this one leaves.
             values.note_later(number, answer.later)
-            found.append(answer.inputs)
-        return found[0] if len(found) == 1 else [torch.stack(parts) for parts in zip(*found, strict=True)]
+            by_microbatch.append(answer.inputs)
+
+        if len(by_microbatch) == 1:
+            return by_microbatch[0]
+        return [torch.stack(inputs) for inputs in zip(*by_microbatch, strict=True)]
 
     @property
     def num_given(self) -> int:
@@ -221,9 +243,9 @@ class LossProgram:
     @property
     def closure(self) -> tuple[torch.Tensor, ...]:
         """What it closes over; literals that differ by answer are given."""
-        return tuple(
-            t for t, given in zip(self.program.graph.closure, self.answers.are_given, strict=False) if not given
-        )
+        # The flags go on after the closure, for numbers.
+        pairs = zip(self.program.graph.closure, self.answers.are_given, strict=False)
+        return tuple(tensor for tensor, is_given in pairs if not is_given)
 
     @property
     def asked(self) -> list[str]:
@@ -233,23 +255,31 @@ class LossProgram:
     @functools.cached_property
     def kept(self) -> tuple[str, ...]:
         """Those of `asked` that the program leaves as they are."""
-        shape, graph = self.program.graph.aux, self.program.graph
-        outputs = outputs_of(graph.module.graph)[1 + len(shape.grads) :]
-        inputs = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
-        kept = [n for n, out in zip(shape.buffers, outputs, strict=False) if out is inputs[self.inputs.index(n)]]
-        return tuple(name for name in self.asked if name in kept and name not in self.written)
+        graph = self.program.graph.module.graph
+        new_buffers = outputs_of(graph)[1 + len(self.program.graph.aux.grads) :]
+        inputs = graph.find_nodes(op="placeholder")
+
+        unchanged: set[str] = set()
+        for name, new in zip(self.buffers, new_buffers, strict=False):
+            if new is inputs[self.inputs.index(name)]:
+                unchanged.add(name)
+        return tuple(name for name in self.asked if name in unchanged and name not in self.written)
 
     @property
     def without_grad(self) -> tuple[str, ...]:
         """Trainable parameters that the loss does not reach; torch leaves their `.grad` None."""
         shape = self.program.graph.aux
-        whole = [name for given in shape.without_grad for name in names_of(given)]
-        return (*whole, *(() if self.rolled is None else self.rolled.without(shape.grads)))
+        names: list[str] = []
+        for graph_input in shape.without_grad:
+            names += names_of(graph_input)
+        if self.rolled is not None:
+            names += self.rolled.without(shape.grads)
+        return tuple(names)
 
     @property
     def grads(self) -> list[str]:
         """Parameters that `run` gives gradients of."""
-        return [name for given in self.program.graph.aux.grads for name in names_of(given)]
+        return [name for graph_input in self.program.graph.aux.grads for name in names_of(graph_input)]
 
     @property
     def buffers(self) -> list[str]:
@@ -259,8 +289,8 @@ class LossProgram:
     @property
     def written(self) -> list[str]:
         """Names of the parameters and buffers that forward writes in place."""
-        found = (self.inputs[at] for at in self.program.graph.written if at < len(self.inputs))
-        return [name for name in found if isinstance(name, str)]
+        written = [self.inputs[at] for at in self.program.graph.written if at < len(self.inputs)]
+        return [name for name in written if isinstance(name, str)]
 
     def compiler_options(self, mesh: jax.sharding.Mesh) -> dict[str, str | int | bool] | None:
         """XLA options for the program on these devices."""
@@ -279,36 +309,49 @@ class LossProgram:
             outputs = self.program.run(key, *inputs.all(), split=self.rows)
         else:
             outputs = self.rolled.run(key, inputs, self.rows)
-        shape, graph = self.program.graph.aux, self.program.graph
-        loss, *rest = outputs[: graph.num_outputs]
-        by_name, rest = self.by_name(rest, tensors), rest[len(shape.grads) :]
-        buffers, metrics = rest[: len(shape.buffers)], rest[len(shape.buffers) :]
-        written = dict(zip(self.written, outputs[graph.num_outputs :], strict=False))
+
+        # The outputs of the graph: the loss, gradients, buffers, metrics, and new values of inputs written in place.
+        shape = self.program.graph.aux
+        num_outputs = self.program.graph.num_outputs
+        buffers_at = 1 + len(shape.grads)
+        metrics_at = buffers_at + len(shape.buffers)
+        grads = outputs[1:buffers_at]
+        buffers = outputs[buffers_at:metrics_at]
+        metrics = outputs[metrics_at:num_outputs]
+        written = dict(zip(self.written, outputs[num_outputs:], strict=False))
         return LossOutputs(
-            loss=array_of(loss),
+            loss=array_of(outputs[0]),
             metrics=jax.tree.unflatten(shape.metrics, map(array_of, metrics)),
-            grads=StackRows(by_name, forms_of(tensors)),
+            grads=StackRows(self.by_name(grads, tensors), forms_of(tensors)),
             buffers=StackRows(zip(shape.buffers, buffers, strict=True)),
             written=StackRows(written),
         )
 
     def extra_inputs(self, batch: Sequence[jax.Array], closure: Sequence[jax.Array]) -> list[jax.Array]:
         """The inputs of the graph that follow those of the model: leaves, what the host has computed, the closure."""
-        num_rows = len(batch) - self.num_given
-        given, others = iter(batch[num_rows:]), iter(closure)
-        met = [next(given if is_given else others) for is_given in self.answers.are_given]
-        return [*batch[:num_rows], *met]
+        num_leaves = len(batch) - self.num_given
+        computed_on_host = iter(batch[num_leaves:])
+        closed_over = iter(closure)
+        inputs = list(batch[:num_leaves])
+        for is_given in self.answers.are_given:
+            inputs.append(next(computed_on_host if is_given else closed_over))
+        return inputs
 
     def by_name(self, grads: Sequence[Any], tensors: Mapping[str, jax.Array]) -> dict[str, Any]:
         """Gradients, those of bundles by member."""
-        found: dict[str, Any] = {}
-        for given, grad in zip(self.program.graph.aux.grads, grads, strict=False):
-            if isinstance(given, str):
-                found[given] = grad
+        by_name: dict[str, Any] = {}
+        for graph_input, grad in zip(self.program.graph.aux.grads, grads, strict=True):
+            if isinstance(graph_input, str):
+                by_name[graph_input] = grad
             else:
-                members = cast(list[Any], grad) if isinstance(grad, list) else [None] * len(given.names)
-                found |= zip(given.names, members, strict=True)
-        return {n: jnp.zeros_like(in_program(tensors, n)) if grad is None else grad for n, grad in found.items()}
+                # Of a bundle that no call of its layer used, autograd gives one zero for all members.
+                members = cast(list[Any], grad) if isinstance(grad, list) else [None] * len(graph_input.names)
+                by_name |= zip(graph_input.names, members, strict=True)
+
+        for name, grad in by_name.items():
+            if grad is None:
+                by_name[name] = jnp.zeros_like(in_program(tensors, name))
+        return by_name
 
 
 MANY = 16
@@ -319,44 +362,51 @@ def program_for(
     programs: Iterable[LossProgram], values: HostValues, capture: Callable[[int], LossProgram]
 ) -> LossProgram:
     """The program for these values: one of those there are, one that is more general than one of them, or a new one."""
-    capture = functools.cache(capture)
+    capture = functools.cache(capture)  # several programs may be tried before one is found to be wider
     for program in programs:
-        found = _serving(program, values, capture)
-        if not isinstance(found, Mismatch):
-            return found
-    found = _serving(capture(0), values, capture)
-    if isinstance(found, Mismatch):
+        serving = _serving(program, values, capture)
+        if not isinstance(serving, Mismatch):
+            return serving
+
+    serving = _serving(capture(0), values, capture)
+    if isinstance(serving, Mismatch):
         raise NotImplementedError(
-            f"{caller()}: {found} in microbatch {found.microbatch} of the same batch, and one program runs all of "
+            f"{caller()}: {serving} in microbatch {serving.microbatch} of the same batch, and one program runs all of "
             "them. Use accumulate_steps=1, pad to one size, or pass the value as data."
         )
-    return found
+    return serving
 
 
 def _serving(program: LossProgram, values: HostValues, capture: Callable[[int], LossProgram]) -> LossProgram | Mismatch:
     """A program that serves these values and what this one serves; or what needs another one."""
-    seen = set[int]()
-    while isinstance(found := program.fit(values), Mismatch):
-        if found.microbatch in seen:  # a buffer, or the batch, that is being written to
-            raise NotImplementedError(f"{caller()}: {found}, while it was captured. Ask for what nobody writes to.")
-        seen.add(found.microbatch)
+    captured = set[int]()
+    while True:
+        mismatch = program.fit(values)
+        if not isinstance(mismatch, Mismatch):
+            return program
+
+        # A capture for this very microbatch does not serve it: the buffer, or the batch, is being written to.
+        if mismatch.microbatch in captured:
+            raise NotImplementedError(f"{caller()}: {mismatch}, while it was captured. Ask for what nobody writes to.")
+        captured.add(mismatch.microbatch)
+
         start = time.perf_counter()
-        if (wider := program.carrying(capture(found.microbatch))) is None:
-            return found
+        wider = program.carrying(capture(mismatch.microbatch))
+        if wider is None:
+            return mismatch
         if wider is program:
-            _tell(found, program.answers.num, time.perf_counter() - start)
+            _warn_of_captures(mismatch, program.answers.num, time.perf_counter() - start)
         program = wider
-    return program
 
 
-def _tell(found: Mismatch, number: int, seconds: float) -> None:
+def _warn_of_captures(mismatch: Mismatch, number: int, seconds: float) -> None:
     """Say once that a program is traced again and again."""
     logger.log(
         logging.WARNING if number == MANY else logging.DEBUG,
         "%s: %s. This is value %d: the loss is captured again for each (%.1f s), and nothing is compiled; a value that "
         "comes back costs nothing. Where it never does, work on it as a tensor, or pass it as data, in the batch.",
         caller(),
-        found,
+        mismatch,
         number,
         seconds,
     )

@@ -54,9 +54,12 @@ def open_record(value: Any, path: str) -> tuple[Record, list[tuple[str, object]]
     """A record and its parts, each with the end of its path; None of anything else."""
     node = torch_pytree.SUPPORTED_NODES.get(type(value))
     if node is not None:
-        parts, context = node.flatten_fn(value)
+        values, context = node.flatten_fn(value)
+        ends = [f"[{number}]" for number in range(len(values))]
+
+        # A context need not be hashable: that of a dict is a list of its keys.
         record = Record(type(value), repr(context), lambda values: node.unflatten_fn(list(values), context))
-        return record, [(f"[{number}]", part) for number, part in enumerate(parts)]
+        return record, list(zip(ends, values, strict=True))
 
     items = dict(cast(MutableMapping[Any, Any], value)) if isinstance(value, MutableMapping) else None
     is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)

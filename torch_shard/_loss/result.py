@@ -25,20 +25,30 @@ def split_loss(out: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
     pair = cast(tuple[PyTree, ...], out) if isinstance(out, tuple) else ()
     is_pair = len(pair) == 2 and isinstance(pair[1], dict)
     entries = None if is_pair else _entries(out)
-    loss, metrics = cast(tuple[PyTree, dict[str, PyTree]], pair if is_pair else (out, {}))
+    loss: PyTree = out
+    metrics: dict[str, PyTree] = {}
+    if is_pair:
+        loss, metrics = cast(tuple[PyTree, dict[str, PyTree]], pair)
+    elif entries is not None:
+        loss = entries.get("loss")
+        metrics = _scalars(entries)
+
+    # Of loss.item() a LateNumber stands here: asking for its value raises an error that says what to return.
     if type(loss) is LateNumber:
-        loss = loss.value  # which says that it has none
-    if entries is not None:
-        loss, metrics = entries.get("loss"), _scalars(entries)
+        loss = loss.value
+
     if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point()):
         raise TypeError(
             f"{caller()}: loss_fn must return a scalar (a floating-point tensor of one element), a pair of it and a "
             f"dict of metrics, or a dict or record that has it as `loss`; it returned {_described(out, entries)}. "
             f"{_advice(pair, entries)}"
         )
-    if odd := [name for name in metrics if not isinstance(cast(object, name), str)]:
-        raise TypeError(f"{caller()}: metrics are named by strings, but loss_fn names one {odd[0]!r}.")
-    if taken := [name for name in RESERVED if name in metrics]:
+
+    for name in metrics:
+        if not isinstance(cast(object, name), str):
+            raise TypeError(f"{caller()}: metrics are named by strings, but loss_fn names one {name!r}.")
+    taken = [name for name in RESERVED if name in metrics]
+    if taken:
         raise ValueError(f"{caller()}: the step itself reports {', '.join(taken)}; name that metric otherwise.")
     return loss.reshape(()), metrics
 
@@ -47,15 +57,24 @@ def _entries(out: Any) -> dict[str, PyTree] | None:
     """The entries of a mapping, or of a record that has a loss (a named tuple, a dataclass); None of anything else."""
     if isinstance(out, Mapping):  # and so Hugging Face's outputs
         return dict(cast(Mapping[str, PyTree], out))
-    fields = [f.name for f in dataclasses.fields(out)] if dataclasses.is_dataclass(out) else getattr(out, "_fields", ())
+
+    if dataclasses.is_dataclass(out):
+        fields = [field.name for field in dataclasses.fields(out)]
+    else:
+        fields = getattr(out, "_fields", ())  # of a named tuple
     return {name: getattr(out, name) for name in fields} if "loss" in fields else None
 
 
 def _scalars(entries: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """Those besides the loss that are one number each, as scalars; predictions and the like are no metrics."""
-    numbers = {n: v for n, v in entries.items() if n != "loss" and isinstance(v, torch.Tensor | int | float)}
-    tensors = {name: torch.as_tensor(value) for name, value in numbers.items()}
-    return {name: tensor.reshape(()) for name, tensor in tensors.items() if tensor.numel() == 1}
+    scalars: dict[str, PyTree] = {}
+    for name, value in entries.items():
+        if name == "loss" or not isinstance(value, torch.Tensor | int | float):
+            continue
+        tensor = torch.as_tensor(value)
+        if tensor.numel() == 1:
+            scalars[name] = tensor.reshape(())
+    return scalars
 
 
 def _described(out: Any, entries: dict[str, PyTree] | None) -> str:
@@ -63,9 +82,11 @@ def _described(out: Any, entries: dict[str, PyTree] | None) -> str:
     if isinstance(out, torch.Tensor):
         return f"{tuple(out.shape)} {out.dtype}"
     if entries is not None:
-        held = f"loss is {_described(entries['loss'], None)}" if "loss" in entries else "it has no loss"
-        return f"{type(out).__name__} of {', '.join(map(str, entries)) or 'nothing'}, where {held}"
-    if isinstance(out, tuple) and len(pair := cast(tuple[Any, ...], out)) == 2:
+        where = f"loss is {_described(entries['loss'], None)}" if "loss" in entries else "it has no loss"
+        return f"{type(out).__name__} of {', '.join(map(str, entries)) or 'nothing'}, where {where}"
+
+    pair = cast(tuple[Any, ...], out) if isinstance(out, tuple) else ()
+    if len(pair) == 2:
         return f"{_described(pair[0], None)}, and {_described(pair[1], None)} where metrics are"
     return type(cast(object, out)).__name__
 
@@ -82,15 +103,17 @@ def as_metric(value: PyTree) -> torch.Tensor:
     """A leaf of the metrics as a tensor."""
     if isinstance(value, torch.Tensor):
         return value.detach()
-    is_wide = isinstance(value, np.ndarray | np.generic) and cast(np.generic, value).dtype == np.float64
+
+    # NumPy computes in float64 by default: such a number is taken as torch takes a float of Python.
+    if isinstance(value, np.ndarray | np.generic) and cast(np.generic, value).dtype == np.float64:
+        value = np.asarray(value, np.float32)
     try:
-        found = torch.as_tensor(np.asarray(value, np.float32) if is_wide else value)  # as torch takes a float
+        return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"{caller()}: metrics must be tensors or numbers, but loss_fn returns {value!r:.99} among them. A compiled "
             "program returns arrays alone: keep the rest outside."
         ) from error
-    return found
 
 
 def check_loss_fn(loss_fn: object) -> None:
