@@ -45,7 +45,7 @@ from torch_shard._capture.function_mode import (
     repeating,
 )
 from torch_shard._capture.generators import find_generators, state_of
-from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold, is_metric, module_roots, read_by
+from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold, module_roots, read_by
 from torch_shard._capture.host_values import HostInputs, HostPart, Mismatch
 from torch_shard._capture.late_numbers import LateNumber
 from torch_shard._capture.provenance import current_user_line, is_user_file, leave_users_frames

@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture.checks import asks_for_types, leads_only_to_raise, only_tells_text
@@ -216,7 +215,7 @@ class Effects:
             yield
 
     def _watched(self) -> Iterator[contextlib.AbstractContextManager[None]]:
-        yield from _Metrics(self._update).contexts()
+        yield from _metrics(self._update)
         for owner, name in _telling():
             yield patched(owner, name, self._instead_of_telling)
         yield patched(logging.Logger, "handle", self._instead_of_handling)
@@ -268,10 +267,10 @@ class Effects:
                 args, kwargs = call.template
                 call.function(*args, **kwargs)
 
-    def _update(self, metric: nn.Module, args: Any, kwargs: Any) -> None:
+    def _update(self, metric: object, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if current_mode() is not self._mode:
             _refuse_metric(metric)
-        self._call(_Update(metric), args, kwargs, of=metric)
+        self._call(update, args, kwargs, of=metric)
 
     # -- the end of the capture --
 
@@ -357,65 +356,30 @@ def _text_refused(line: str) -> str:
     )
 
 
-_LATER = ("compute", "reset", "merge_state", "state_dict", "load_state_dict")
+_GATHERED = ("forward", "compute", "reset", "merge_state", "state_dict", "load_state_dict")
+"""What an object of torchmetrics does with values of earlier steps, besides taking up those of one more."""
 
 
-class _Metrics:
-    """Objects of torchmetrics, whose state is Python's and whose checks read values: no call of `update` is made.
+def _metrics(update: Callable[..., None]) -> Iterator[contextlib.AbstractContextManager[None]]:
+    """Contexts in which objects of torchmetrics call this instead of their `update`, and refuse the rest.
 
     Args:
-        on_update: Is told of the calls: the object, the positional and the keyword arguments.
+        update: Is given the object, its own `update`, and the arguments.
     """
 
-    def __init__(self, on_update: Callable[[Any, Any, Any], object]) -> None:
-        self._on_update, self._is_within = on_update, False
-
-    def contexts(self) -> Iterator[contextlib.AbstractContextManager[None]]:
-        """In which this is so."""
-        for kind in metric_kinds():
-            yield patched(kind, "__getattribute__", self._instead)
-
-    def _instead(self, original: Callable[[object, str], Any]) -> Callable[[object, str], Any]:
-        instead = {"update": self._update, "forward": self._forward} | dict.fromkeys(_LATER, _refuse_metric)
-
-        def getattribute(metric: Any, name: str) -> Any:
-            if name in instead and not self._is_within:
-                return functools.partial(instead[name], metric)
+    def instead(original: Callable[[object, str], Any]) -> Callable[[object, str], Any]:
+        def getattribute(metric: object, name: str) -> Any:
+            if name == "update":
+                return functools.partial(update, metric, original(metric, name))
+            if name in _GATHERED:
+                return functools.partial(_refuse_metric, metric)
             return original(metric, name)
 
         return getattribute
 
-    def _update(self, metric: Any, *args: Any, **kwargs: Any) -> None:
-        self._on_update(metric, args, kwargs)
-
-    def _forward(self, metric: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note the update; the result is that of the batch alone, which a program can compute."""
-        self._on_update(metric, args, kwargs)
-        self._is_within = True
-        try:
-            # The tensors of its defaults stay what they are, so that each capture closes over the same.
-            own = {id(tensor): tensor for tensor in _tensors_of(metric)}
-            fresh = copy.deepcopy(metric, own)
-            fresh.sync_on_compute = False  # a compiled step has the whole batch
-            fresh.reset()
-            fresh.update(*args, **kwargs)
-            return fresh.compute()
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise NotImplementedError(
-                f"{current_user_line()}\nHere {type(metric).__name__} gives its value for this batch, which depends on "
-                "the values of tensors in a way that cannot be compiled. Call its update(...) in loss_fn, which is "
-                "made after each step, and compute() outside."
-            ) from error
-        finally:
-            self._is_within = False
-
-
-def _tensors_of(metric: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a metric, or of those in a collection."""
-    for module in metric.modules():
-        for leaf in torch_pytree.tree_leaves(vars(module)):
-            if isinstance(leaf, torch.Tensor):
-                yield leaf
+    # Each object has an `update` of its own, which its constructor wraps: a patch of the class's would not be called.
+    for kind in metric_kinds():
+        yield patched(kind, "__getattribute__", instead)
 
 
 def _refuse_metric(metric: object, *args: object, **kwargs: object) -> NoReturn:
@@ -424,18 +388,6 @@ def _refuse_metric(metric: object, *args: object, **kwargs: object) -> NoReturn:
         "earlier steps, or updates it within a repeated layer. Only update(...) in loss_fn itself can be kept: it "
         "is made after each step. Call the rest after the step, where it has its values."
     )
-
-
-class _Update:
-    """The call `metric.update(...)`, of the object that it is to be made on."""
-
-    __name__ = "update"
-
-    def __init__(self, metric: Any) -> None:
-        self._metric = metric
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self._metric.update(*args, **kwargs)
 
 
 class _Handled:
@@ -557,7 +509,7 @@ def undone(plan: EffectPlan) -> Iterator[None]:
     before = [(place, place.get()) for place in plan.places]
     copies = [copy.copy(value) for _, value in before]
     with contextlib.ExitStack() as stack:
-        contexts = [*_Metrics(lambda *_: None).contexts(), *(patched(*telling, _silent) for telling in _telling())]
+        contexts = [*_metrics(lambda *_, **__: None), *(patched(*telling, _silent) for telling in _telling())]
         if any(isinstance(call.function, _Handled) for call in plan.calls):
             contexts.append(patched(logging.Logger, "handle", _silent))
         for context in contexts:

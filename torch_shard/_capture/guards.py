@@ -99,16 +99,11 @@ def metric_kinds() -> tuple[type, ...]:
     return tuple(kind for kind in found if isinstance(kind, type))
 
 
-def is_metric(value: object) -> bool:
-    """Tell whether a value is such an object, whose state is no part of a program."""
-    return isinstance(value, metric_kinds())
-
-
 def module_roots(modules: Iterable[tuple[str, nn.Module]], own: nn.Module) -> Iterator[Root]:
     """The plain attributes, functions and tensors of modules, their submodules and hooks."""
     inputs = set(map(id, own.modules()))
     for path, module in modules:
-        if is_metric(module):
+        if isinstance(module, metric_kinds()):  # an effect: its values are others after each step
             continue
         held = vars(module)
         prefix = f"{path}." if path else ""
