@@ -7,22 +7,19 @@ each step they are done again with the step's own values.
 """
 
 import contextlib
-import copy
 import functools
 import gc
 import logging
 import re
-import sys
-import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils import _pytree as torch_pytree
 
+from torch_shard._capture.calls import Handled, on_metrics, refuse_metric, telling
 from torch_shard._capture.checks import asks_for_types, leads_only_to_raise, only_tells_text
 from torch_shard._capture.data_dependence import current_values
 from torch_shard._capture.effect_plan import (
@@ -34,7 +31,6 @@ from torch_shard._capture.effect_plan import (
     template_of,
 )
 from torch_shard._capture.function_mode import current_mode
-from torch_shard._capture.guards import metric_kinds
 from torch_shard._capture.late_numbers import (
     OF_A_TEXT,
     Computed,
@@ -215,8 +211,8 @@ class Effects:
             yield
 
     def _watched(self) -> Iterator[contextlib.AbstractContextManager[None]]:
-        yield from _metrics(self._update)
-        for owner, name in _telling():
+        yield from on_metrics(self._update)
+        for owner, name in telling():
             yield patched(owner, name, self._instead_of_telling)
         yield patched(logging.Logger, "handle", self._instead_of_handling)
 
@@ -241,7 +237,7 @@ class Effects:
                 original(logger, record)
                 return
             self._call(
-                _Handled(logger, record, original), (), {"msg": record.msg, "args": record.args, **about}, of=logger
+                Handled(logger, record, original), (), {"msg": record.msg, "args": record.args, **about}, of=logger
             )
 
         return handle
@@ -269,7 +265,7 @@ class Effects:
 
     def _update(self, metric: object, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if current_mode() is not self._mode:
-            _refuse_metric(metric)
+            refuse_metric(metric)
         self._call(update, args, kwargs, of=metric)
 
     # -- the end of the capture --
@@ -356,55 +352,6 @@ def _text_refused(line: str) -> str:
     )
 
 
-_GATHERED = ("forward", "compute", "reset", "merge_state", "state_dict", "load_state_dict")
-"""What an object of torchmetrics does with values of earlier steps, besides taking up those of one more."""
-
-
-def _metrics(update: Callable[..., None]) -> Iterator[contextlib.AbstractContextManager[None]]:
-    """Contexts in which objects of torchmetrics call this instead of their `update`, and refuse the rest.
-
-    Args:
-        update: Is given the object, its own `update`, and the arguments.
-    """
-
-    def instead(original: Callable[[object, str], Any]) -> Callable[[object, str], Any]:
-        def getattribute(metric: object, name: str) -> Any:
-            if name == "update":
-                return functools.partial(update, metric, original(metric, name))
-            if name in _GATHERED:
-                return functools.partial(_refuse_metric, metric)
-            return original(metric, name)
-
-        return getattribute
-
-    # Each object has an `update` of its own, which its constructor wraps: a patch of the class's would not be called.
-    for kind in metric_kinds():
-        yield patched(kind, "__getattribute__", instead)
-
-
-def _refuse_metric(metric: object, *args: object, **kwargs: object) -> NoReturn:
-    raise NotImplementedError(
-        f"{current_user_line()}\nHere the captured function uses what a {type(metric).__name__} has gathered in "
-        "earlier steps, or updates it within a repeated layer. Only update(...) in loss_fn itself can be kept: it "
-        "is made after each step. Call the rest after the step, where it has its values."
-    )
-
-
-class _Handled:
-    """A message of a logger, to be handled with other values."""
-
-    __name__ = "handle"
-
-    def __init__(self, logger: logging.Logger, record: logging.LogRecord, handle: Callable[..., Any]) -> None:
-        self._logger, self._record, self._handle = logger, copy.copy(record), handle
-        self._record.msg = self._record.args = None
-
-    def __call__(self, **about: Any) -> None:
-        record = copy.copy(self._record)
-        vars(record).update(about, created=time.time())
-        self._handle(self._logger, record)
-
-
 class _Joined:
     """Joins the parts of a text with numbers between them."""
 
@@ -432,26 +379,6 @@ class _Joined:
 
     def __hash__(self) -> int:
         return hash((self._parts, self._specs))
-
-
-_TELLING = (
-    ("builtins", "", ("print",)),
-    ("torch.utils.tensorboard.writer", "SummaryWriter", ("add_scalar", "add_scalars", "add_text")),
-    ("tensorboardX.writer", "SummaryWriter", ("add_scalar", "add_scalars", "add_text")),
-    ("tqdm.std", "tqdm", ("set_postfix", "set_postfix_str", "set_description", "write")),
-    ("wandb", "", ("log",)),
-    ("mlflow", "", ("log_metric", "log_metrics")),
-)
-"""Functions that only tell: a module, a class in it, and names there."""
-
-
-def _telling() -> Iterator[tuple[Any, str]]:
-    for module_name, class_name, names in _TELLING:
-        module = sys.modules.get(module_name)
-        owner = getattr(module, class_name, None) if class_name else module
-        for name in names if owner is not None else ():
-            if hasattr(owner, name):
-                yield owner, name
 
 
 def _has_any_without_value(value: object) -> bool:
@@ -501,38 +428,3 @@ def tolist(tensor: torch.Tensor) -> Any:
     if effects is None or tensor.numel() > MOST_LISTED:
         return torch.Tensor.tolist(tensor)
     return effects.numbers(tensor)
-
-
-@contextlib.contextmanager
-def undone(plan: EffectPlan) -> Iterator[None]:
-    """Let nothing remain of what is done within: the loss runs in eager torch, for comparison."""
-    before = [(place, place.get()) for place in plan.places]
-    copies = [copy.copy(value) for _, value in before]
-    with contextlib.ExitStack() as stack:
-        contexts = [*_metrics(lambda *_, **__: None), *(patched(*telling, _silent) for telling in _telling())]
-        if any(isinstance(call.function, _Handled) for call in plan.calls):
-            contexts.append(patched(logging.Logger, "handle", _silent))
-        for context in contexts:
-            stack.enter_context(context)
-        try:
-            yield
-        finally:
-            for (place, value), contents in zip(before, copies, strict=True):
-                _put_back(place, value, contents)
-
-
-def _put_back(place: Place, value: Any, contents: Any) -> None:
-    """Give a place the value that it had, and that the items that it had."""
-    place.set(value)
-    if isinstance(value, dict):
-        value.clear()
-        value.update(contents)
-    elif isinstance(value, list):
-        value[:] = contents
-    elif isinstance(value, deque):
-        value.clear()
-        value.extend(contents)
-
-
-def _silent(original: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: None

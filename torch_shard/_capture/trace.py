@@ -27,6 +27,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._capture.autocast import autocast_only
+from torch_shard._capture.changes import Changes
 from torch_shard._capture.constants import (
     Constants,
     bits_of,
@@ -40,16 +41,15 @@ from torch_shard._capture.data_dependence import DataDependence
 from torch_shard._capture.effect_plan import EffectPlan
 from torch_shard._capture.effects import Effects
 from torch_shard._capture.environment import capture_environment, reference_kernels
-from torch_shard._capture.fakes import changes_nothing, empty_like, fakes, node_in, remember, tracer
+from torch_shard._capture.fakes import empty_like, fakes, node_in, remember, tracer
 from torch_shard._capture.function_mode import CaptureMode, annotated, current_mode, is_capturing
 from torch_shard._capture.generators import Generators
-from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold
+from torch_shard._capture.guards import Guard, ModuleFlags
 from torch_shard._capture.host_values import HostPart
 from torch_shard._capture.masks import rules_for_selections
 from torch_shard._capture.provenance import INSTALLED, calls_seen, end_at_the_users_line, torchs_log_silent, user_frame
-from torch_shard._capture.ragged import UnknownSizeError, is_ragged
-from torch_shard._capture.ragged_rules import with_masks
-from torch_shard._capture.side_effects import Change, refuse_new_parameters
+from torch_shard._capture.ragged import UnknownSizeError, WithMasks, is_ragged
+from torch_shard._capture.side_effects import Change
 from torch_shard._capture.simplify import simplify, stride_in_order
 from torch_shard._capture.stand_ins import StandIn, StandIns, standing_in
 from torch_shard._common.caller import caller
@@ -109,7 +109,7 @@ class Captured(Generic[Aux]):
     written: tuple[int, ...]
     modules: ModuleFlags
     aux: Aux
-    changed: list[Change]
+    changed: Changes
     skipped: list[str]
     graded: list[torch.Tensor]
     num_draws: int | None
@@ -123,9 +123,17 @@ class Captured(Generic[Aux]):
         """Number of nodes: a measure of what the capture cost."""
         return len(self.module.graph.nodes)
 
+    def has_same_closure(self, other: "Captured") -> bool:
+        """Tell whether another capture with the same graph closes over the same tensors."""
+        return _has_same_closure(self, other)
+
+    def meaning(self) -> tuple[Hashable, ...]:
+        """The operators of the program in order; programs with equal ones compute the same."""
+        return _meaning(self)
+
     def is_current(self) -> bool:
         """Tell whether every module that ran still has its training flag, and what was read its value."""
-        return flags_hold(self.modules) and all(guard.changed() is None for guard in self.guards)
+        return self.modules.hold() and all(guard.changed() is None for guard in self.guards)
 
 
 def capture(
@@ -177,8 +185,9 @@ def capture(
             "compiled program would keep these numbers forever. Use torch.rand and its like, which draw anew at each "
             "call, or draw outside and pass the numbers in the batch."
         )
-    refuse_new_parameters(changes)
-    return dataclasses.replace(graph, changed=[c for c in changes if c.matters and not changes_nothing(c)])
+    left = Changes(changes)
+    left.refuse_new_parameters()
+    return dataclasses.replace(graph, changed=left.that_matter())
 
 
 def _may_be_known(modes: list[CaptureMode]) -> bool:
@@ -221,7 +230,7 @@ def _with_plan(
         if later is None or later.made is None:
             continue
         reads = stand_ins.reads(later.made, made)
-        is_same = code(second) == first and same_closure(graph, second)
+        is_same = code(second) == first and graph.has_same_closure(second)
         if is_same and (both := stand_ins.merged(later, made)) is not None:
             not_done = [count.place.name for count in effects.counted if not both.sets(count.place)]
             if not_done:
@@ -341,7 +350,7 @@ def _capture(
         written=written,
         modules=capture_mode.modules(),
         aux=aux[0],
-        changed=[],
+        changed=Changes(),
         skipped=values.skipped,
         host=hosts[0],
         graded=[tensor for fake, tensor in capture_mode.standins() if fake.is_leaf and fake.grad is not None],
@@ -355,7 +364,7 @@ def _functionalize(graph: torch.fx.GraphModule, inputs: list, keep: Keep) -> tor
     ragged = is_ragged(graph)
 
     def replay(*args: torch.Tensor) -> PyTree:
-        return (with_masks(graph) if ragged else torch.fx.Interpreter(graph)).run(*args)
+        return (WithMasks(graph) if ragged else torch.fx.Interpreter(graph)).run(*args)
 
     table = {op: rule for op, rule in _decompositions(keep).items() if op not in FUNCTIONS}
     # what autocast was to cast it has cast in the first pass
@@ -466,7 +475,7 @@ def _errors_for_users() -> Iterator[None]:
         ) from error
 
 
-def same_closure(first: Captured, second: Captured) -> bool:
+def _has_same_closure(first: Captured, second: Captured) -> bool:
     """Tell whether two captures with the same graph close over the same tensors.
 
     Literals are compared by value, and what the host is asked for by how it is computed there.
@@ -481,7 +490,7 @@ def same_closure(first: Captured, second: Captured) -> bool:
     )
 
 
-def meaning(captured: Captured) -> tuple[Hashable, ...]:
+def _meaning(captured: Captured) -> tuple[Hashable, ...]:
     """The operators of a program in order; programs with equal ones compute the same.
 
     A causal mask is the same whether the program builds it or has it given.

@@ -16,8 +16,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from torch_shard._capture import tensors_in
 from torch_shard._common.caller import public
+from torch_shard._common.fx import tensors_in
 from torch_shard._common.printed import aligned, replacing
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind

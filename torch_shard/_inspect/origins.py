@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torch_shard._capture import current_user_line, tensors_in
+from torch_shard._capture import current_user_line
+from torch_shard._common.fx import tensors_in
 from torch_shard._common.types import PyTree
 from torch_shard._train import ModuleCalls, numbers_in, unseen
 

@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from torch_shard._capture import Guard, HostInputs, ModuleFlags, flags_hold, made_buffers, module_roots
+from torch_shard._capture import Guard, HostInputs, ModuleFlags
 from torch_shard._loss.carried import Answers, outline_of_loss
 from torch_shard._loss.host_values import HostValues
 from torch_shard._loss.joint import LossShape
@@ -40,13 +40,13 @@ class CapturedLoss:
     ) -> None:
         self.program, self.rolled, self.groups = captured
         self.answers = Answers(self.program.graph)
-        self.made_buffers = made_buffers(self.program.graph.changed)
+        self.made_buffers = self.program.graph.changed.made_buffers()
         own = {None, *model.modules()}  # None: the scaffold of the capture, gone by now
-        self.others: ModuleFlags = tuple((ref, flag) for ref, flag in self.program.graph.modules if ref() not in own)
+        self.others = ModuleFlags((ref, flag) for ref, flag in self.program.graph.modules if ref() not in own)
         modules = dict(cast(Iterable[tuple[str, torch.nn.Module]], model.named_modules()))
         modules |= {f"{type(m).__name__} ({id(m)})": m for ref, _ in self.others if (m := ref()) is not None}
         self.effects = self.program.graph.effects
-        self._attributes = Guard(module_roots(modules.items(), model), without=self.effects.unread_places)
+        self._attributes = Guard.of_modules(modules.items(), model, self.effects.unread_places)
         self._reads, self._look_again = reads, look_again
 
     @functools.cached_property
@@ -85,7 +85,7 @@ class CapturedLoss:
 
     def outdated(self) -> str | None:
         """Say what has changed since the capture, of all that the signature does not tell; None if nothing has."""
-        if not flags_hold(self.others):
+        if not self.others.hold():
             return "a module beside the model was switched between train() and eval()"
         if (name := self.effects.outdated()) is not None:
             return f"{name}, where it keeps a number of each step, was taken away or made anew"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_shard._capture import Captured, Guard, HostInputs, HostPart, Mismatch, ModuleFlags, bits_of, made_buffers
+from torch_shard._capture import Captured, Guard, HostInputs, HostPart, Mismatch, ModuleFlags, bits_of
 from torch_shard._loss.joint import LossShape
 from torch_shard._lowering import GraphOutline, Kind, Number, Place, outline_of, split_kinds, vectors
 from torch_shard._scan import Call
@@ -143,7 +143,7 @@ def outline_of_loss(graph: Captured[LossShape], calls: Mapping[int, Call], other
         *(tuple(part) for part in (shape.inputs, shape.grads, shape.buffers, shape.without_grad)),
         shape.metrics,
         tuple((id(ref()), flag) for ref, flag in others),
-        tuple((name, bits_of(value), persistent) for name, value, persistent in made_buffers(graph.changed)),
+        tuple((name, bits_of(value), persistent) for name, value, persistent in graph.changed.made_buffers()),
         tuple(map(id, graph.graded)),
         tuple(_call(call, regions, order, closed) for call in calls.values()),
     )

@@ -13,11 +13,9 @@ from torch_shard._capture import (
     Precision,
     Spec,
     TensorFn,
-    binding,
+    current_mode,
     current_values,
-    float16_refused,
-    note,
-    runs_user_backward,
+    user_leaves,
 )
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import flatten
@@ -101,7 +99,9 @@ class JointLoss:
             if self._host:
                 buffers = {name: given[name] for name in self._held.buffers if name in given}
                 current_values().specialise(self._host, buffers, batch)
-            note([("", self._source.model), ("loss_fn", self._source.loss_fn)])
+            capture_mode = current_mode()
+            assert capture_mode is not None
+            capture_mode.note([("", self._source.model), ("loss_fn", self._source.loss_fn)])
             with contextlib.ExitStack() as stack:
                 if self.context:
                     stack.enter_context(self.context.active())
@@ -113,7 +113,7 @@ class JointLoss:
                     stack.enter_context(eval_mode(self._source.model))
                     stack.enter_context(torch.no_grad())
                 else:
-                    stack.enter_context(float16_refused())
+                    stack.enter_context(Precision.without_float16())
                 stack.enter_context(holding(self._source.model, self._tensors(given, regions)))
                 found = self._run(given, batch, regions.check if regions else None)
                 if regions:
@@ -215,7 +215,7 @@ def _derivatives(
 ) -> Sequence[torch.Tensor | None]:
     """Gradients; by `backward` where some may land in `.grad` only, which costs the capture a node for each."""
     try:
-        if all(leaf.grad is None for leaf in leaves) and not runs_user_backward([loss]):
+        if all(leaf.grad is None for leaf in leaves) and user_leaves([loss]) is None:
             return torch.autograd.grad(loss, leaves, seed, allow_unused=True)
         loss.backward(seed)
     except RuntimeError as error:
@@ -257,8 +257,10 @@ def holding(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Generator
         held[name] = new[id(tensor)]
         if isinstance(tensor, nn.Parameter):
             new[id(tensor)]._is_param = True  # as an instance of nn.Parameter has it
+    capture_mode = current_mode()
+    assert capture_mode is not None
     try:
-        with binding([own[name] for name in tensors], list(new.values())):  # in lists and other places, too
+        with capture_mode.binding([own[name] for name in tensors], list(new.values())):  # in lists, too
             yield
     finally:
         for held, name, tensor in places:

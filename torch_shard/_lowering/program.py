@@ -1,37 +1,26 @@
 """A captured torch callable with its lowering, and the settings of the world around it that it was captured for."""
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar
 
 import jax
 import torch
 from torch.fx import GraphModule, Node
 
 from torch_shard._capture import (
-    Aux,
     Captured,
-    Change,
     Guard,
     Spec,
-    StaleTensor,
     TensorFn,
     bits_of,
     capture,
-    depends_on_inputs,
     is_capturing,
     leave_users_frames,
-    made_buffers,
-    meaning,
-    module_roots,
-    new_values,
-    replaces_tensors,
-    same_closure,
 )
 from torch_shard._common.axes import manual_axes, still_hold, tracked_axes
 from torch_shard._common.dtypes import has_x64
@@ -45,6 +34,8 @@ from torch_shard._lowering.ops import keeps_whole
 
 
 logger = logging.getLogger(__name__)
+
+Aux = TypeVar("Aux")
 
 
 class Program(Generic[Aux]):
@@ -101,7 +92,7 @@ class Program(Generic[Aux]):
     def reading(self, guard: Guard) -> "Program[Aux]":
         """The same program, current for as long as a guard holds, and while modules that ran are as they were."""
         modules = ((type(module).__name__, module) for ref, _ in self.graph.modules if (module := ref()) is not None)
-        roots = Guard(module_roots(modules, torch.nn.Module()))
+        roots = Guard.of_modules(modules)
         self.graph = dataclasses.replace(self.graph, guards=(guard, roots))
         return self
 
@@ -134,12 +125,12 @@ class Program(Generic[Aux]):
         if not changed:
             return
         first = self._code(self.graph)
-        with new_values(changed), _explaining(changed, what):
-            made_buffers(changed)
+        with changed.in_place(), changed.explained(what):
+            changed.made_buffers()
             second = capture(fn, specs, keep=keeps_whole)
         if not self._means_the_same(first, second) or self._differs_later(fn, specs, second):
             is_proved = len(first) == 1 and self.graph.host is None
-            if not is_proved and all(map(_is_of_constants, changed)):  # a table that is made once: found from now on
+            if not is_proved and changed.are_of_constants():  # a table that is made once: found from now on
                 self.graph = dataclasses.replace(second, changed=changed)
                 return
             names = ", ".join(change.what for change in changed)
@@ -147,57 +138,31 @@ class Program(Generic[Aux]):
                 f"{what} changes {names} on each call and depends on it, but a compiled program is "
                 "the same for every call. Make it a buffer (register_buffer, a tensor), which the program can carry."
             )
-        for change in changed:
-            if depends_on_inputs(change):
-                logger.warning(
-                    "forward writes %s; a compiled step does not keep such writes. Return the value in the metrics, or "
-                    "register a buffer.",
-                    change.what,
-                )
+        for change in changed.that_depend_on_inputs():
+            logger.warning(
+                "forward writes %s; a compiled step does not keep such writes. Return the value in the metrics, or "
+                "register a buffer.",
+                change.what,
+            )
 
     def _differs_later(self, fn: TensorFn[Aux], specs: Sequence[Spec], second: Captured[Aux]) -> bool:
         """Tell whether a count that the callable keeps makes it another program after many calls."""
-        then = {change.path: change.new for change in second.changed}
-        later = [change.after(_MANY_CALLS, then.get(change.path)) for change in self.graph.changed]
+        later = self.graph.changed.after(_MANY_CALLS, second.changed)
         if later == self.graph.changed:
             return False
         try:
-            with new_values(later):
+            with later.in_place():
                 return not self._means_the_same(self._code(self.graph), capture(fn, specs, keep=keeps_whole))
         except Exception:  # a table has no such entry, so that it depends on the count
             return True
 
     def _means_the_same(self, first: list[str], second: Captured[Aux]) -> bool:
-        if self._code(second) == first and same_closure(self.graph, second):
+        if self._code(second) == first and self.graph.has_same_closure(second):
             return True
-        return len(first) == 1 and meaning(second) == meaning(self.graph)
+        return len(first) == 1 and second.meaning() == self.graph.meaning()
 
 
 _MANY_CALLS = 1_008_000  # beyond what a warmup takes, and a multiple of usual intervals
-
-
-def _is_of_constants(change: Change) -> bool:
-    """Tell whether a callable has left, where no tensor was, tensors that depend on no input; or names of buffers."""
-    if change.name == "_non_persistent_buffers_set":
-        return True
-    return bool(change.tensors) and not replaces_tensors(change) and not depends_on_inputs(change)
-
-
-@contextlib.contextmanager
-def _explaining(changes: Sequence[Change], what: str) -> Iterator[None]:
-    """Say by which attribute a tensor of one call comes back in the next."""
-    try:
-        yield
-    except StaleTensor as error:
-        change = next((change for change in changes if any(t is error.tensor for t in change.tensors)), None)
-        if change is None:
-            raise
-        name = change.name if isinstance(change.old, torch.Tensor) else change.path.rpartition(".")[2]
-        raise NotImplementedError(
-            f"{error.line}\n{what} reads {change.what}, a tensor, and writes it: it carries a "
-            "value from call to call, which a compiled program does only in a buffer. Register it in __init__: "
-            f"self.register_buffer({name!r}, tensor, persistent=False); forward stays as it is."
-        ) from error
 
 
 def _missing_error(fn: TensorFn[Aux], specs: Sequence[Spec], what: str) -> NotImplementedError:
