@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from torch import nn
 from torch.utils import _pytree as torch_pytree
 
-from torch_shard._capture import effects_of_capture
+from torch_shard._capture import current_mode
 from torch_shard._common.patching import patched
 from torch_shard._common.types import PyTree
 from torch_shard._device import to_cpu
@@ -181,9 +181,9 @@ class _Recorder:
     @staticmethod
     def _number(value: Any) -> torch.Tensor:
         """A number as Lightning takes it; as a constant of the program, whose change is noticed."""
-        effects = effects_of_capture()
-        if effects is not None:
-            value = effects.as_tensors(value)
+        mode = current_mode()
+        if mode is not None and mode.effects is not None:
+            value = mode.effects.as_tensors(value)
         return torch.as_tensor(value).to(torch.get_default_dtype())
 
 

@@ -15,8 +15,8 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.steps import step_of
-from torch_shard._capture import Seen
 from torch_shard._lowering.ops.attention_kernels import Kernel, splash
+from torch_shard._lowering.ops.attention_masks import Seen
 
 LENGTH = 150  # padded to two blocks
 CLOSE: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-5}  # float32 sums of a hundred terms in another order

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture.provenance import current_user_line
-from torch_shard._common.autocast_policy import FLOAT32, LOSSES, LOWER, NORMS, PRODUCTS, RECURRENT
+from torch_shard._common.autocast_policy import FLOAT32, LOSSES, LOWER, NORMS, PRODUCTS, RECURRENT, MixedPrecision
 from torch_shard._common.overrides import instead_of_attribute, is_transformed
 from torch_shard._common.patching import having, patched
 from torch_shard._common.types import PyTree
@@ -139,15 +139,6 @@ def _exit(original: Callable[..., object]) -> Callable[..., object]:
     return leave
 
 
-@contextlib.contextmanager
-def float16_refused() -> Iterator[None]:
-    """Refuse float16 autocast in a loss whose gradient is taken: small gradients would be zero."""
-    with having(_ACTIVE, refuses_float16=True):
-        if any(torch.get_autocast_dtype(device) is torch.float16 for device in casting()):
-            _refuse_float16()
-        yield
-
-
 def _refuse_float16() -> None:
     if _ACTIVE.refuses_float16 and torch.is_grad_enabled():
         raise NotImplementedError(
@@ -170,7 +161,7 @@ def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
     return outputs
 
 
-def casting() -> list[str]:
+def _casting() -> list[str]:
     """The kinds of devices for which autocast is on."""
     return [device for device in ("cpu", "jax", "cuda") if torch.is_autocast_enabled(device)]
 
@@ -179,7 +170,7 @@ def casting() -> list[str]:
 def autocast_only(devices: Collection[str] = ()) -> Iterator[None]:
     """Leave autocast on for these kinds of devices, and no others."""
     with contextlib.ExitStack() as stack:
-        for device in casting():
+        for device in _casting():
             if device not in devices:
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
@@ -191,6 +182,18 @@ class ActiveRegions:
 
     active: tuple[tuple[str, torch.dtype], ...]
 
+    @classmethod
+    def here(cls) -> "ActiveRegions":
+        """Those inside or outside of a capture."""
+        # A region of an accelerator acts as one of the CPU while a capture runs.
+        names = {"cpu": "jax"} if _ACTIVE.depth > 0 else {}
+        return cls(tuple((names.get(device, device), torch.get_autocast_dtype(device)) for device in _casting()))
+
+    @staticmethod
+    def devices() -> list[str]:
+        """The kinds of devices for which autocast is on, as they are named here."""
+        return _casting()
+
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """A scope in which these are active, and no others."""
@@ -200,14 +203,6 @@ class ActiveRegions:
                 stack.enter_context(torch.autocast(device, dtype))
             yield
 
-
-def active_regions() -> ActiveRegions:
-    """The regions of autocast here, inside or outside of a capture."""
-    names = {"cpu": "jax"} if _ACTIVE.depth > 0 else {}
-    return ActiveRegions(tuple((names.get(device, device), torch.get_autocast_dtype(device)) for device in casting()))
-
-
-MixedPrecision = Literal["autocast", "params"]
 
 _ALL = frozenset(
     {*PRODUCTS, *RECURRENT, "__matmul__", "__rmatmul__", "einsum", "tensordot", "bilinear", "_grouped_mm"}
@@ -253,6 +248,15 @@ class Precision:
         if self.dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(device_type, self.dtype) if self.mode == "autocast" else _cast_parameters(self.dtype)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def without_float16() -> Iterator[None]:
+        """Refuse float16 autocast in a loss whose gradient is taken: small gradients would be zero."""
+        with having(_ACTIVE, refuses_float16=True):
+            if any(torch.get_autocast_dtype(device) is torch.float16 for device in _casting()):
+                _refuse_float16()
+            yield
 
 
 @contextlib.contextmanager

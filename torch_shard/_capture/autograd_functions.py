@@ -37,17 +37,17 @@ def nodes_behind(tensors: Iterable[torch.Tensor]) -> Iterator[Node]:
             yield node
 
 
-def runs_user_backward(tensors: Iterable[torch.Tensor]) -> bool:
-    """Tell whether the backward pass runs Python that may call autograd or write to `.grad` itself."""
-    return any(
-        isinstance(node, BackwardCFunction) and not type(node).__module__.startswith("torch_shard.")
-        for node in nodes_behind(tensors)
-    )
+def user_leaves(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor] | None:
+    """The leaves of a backward pass that runs Python of the user's, which may call autograd or write to `.grad` itself.
 
+    None if it runs no such Python.
+    """
+    nodes = list(nodes_behind(tensors))
+    python = [node for node in nodes if isinstance(node, BackwardCFunction)]
+    if all(type(node).__module__.startswith("torch_shard.") for node in python):
+        return None
 
-def leaves_behind(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The leaves that the backward pass accumulates gradients for."""
-    variables = (getattr(node, "variable", None) for node in nodes_behind(tensors))
+    variables = [getattr(node, "variable", None) for node in nodes]
     return [leaf for leaf in variables if isinstance(leaf, torch.Tensor)]
 
 

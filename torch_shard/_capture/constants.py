@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_shard._common.fx import STRICT_VIEWS, args_of, is_random, outputs_of
+from torch_shard._common.fx import STRICT_VIEWS, args_of, is_random, outputs_of, tensors_in
 from torch_shard._common.types import PyTree
 
 aten = torch.ops.aten
@@ -108,11 +108,6 @@ def written_by(node: Node) -> set[int]:
 
 def _storages(value: PyTree) -> set[int]:
     return {t.untyped_storage()._cdata for t in tensors_in(value)}
-
-
-def tensors_in(tree: PyTree) -> list[torch.Tensor]:
-    """The tensors among the leaves of a tree."""
-    return [leaf for leaf in torch_pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def traced_storages(node: Node) -> set[int]:

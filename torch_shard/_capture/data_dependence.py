@@ -15,13 +15,13 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 from torch_shard._capture.checks import leads_only_to_raise
-from torch_shard._capture.constants import Constants, in_eager_torch, literal_of, tensors_in
+from torch_shard._capture.constants import Constants, in_eager_torch, literal_of
 from torch_shard._capture.function_mode import current_mode
 from torch_shard._capture.host_values import LARGEST, HostInputs, HostPart, Question, Source
 from torch_shard._capture.masks import SELECTIONS, Masks, is_same
 from torch_shard._capture.provenance import asking_frame, current_user_line
 from torch_shard._capture.ragged import PLACE
-from torch_shard._common.fx import args_of
+from torch_shard._common.fx import args_of, tensors_in
 from torch_shard._common.patching import having
 from torch_shard._common.types import Operator, PyTree
 
@@ -63,6 +63,7 @@ class DataDependence(TorchDispatchMode):
         self._assumed: list[tuple[str, torch.Tensor]] = []
         self._constants: Constants | None = None
         self._mode = None
+        self._around: DataDependence | None = None  # that of the capture around this one
         self.skipped: list[str] = []
         """Places of the checks that were passed."""
         self.asked: str | None = None
@@ -75,6 +76,7 @@ class DataDependence(TorchDispatchMode):
         """Number of random operators that have run; a checkpoint sets it back to draw the same numbers again."""
 
     def __enter__(self) -> "DataDependence":
+        self._around = _CURRENT.stack[-1] if _CURRENT.stack else None
         _CURRENT.stack.append(self)
         self._mode = current_mode()
         return super().__enter__()
@@ -129,23 +131,34 @@ class DataDependence(TorchDispatchMode):
         """Let random operators draw other numbers for each index along these named axes."""
         return having(self, axes=tuple(dict.fromkeys((*self.axes, *axes))))
 
-    def constant(self, tensor: torch.Tensor, around: Sequence["DataDependence"]) -> torch.Tensor | None:
-        """The value of a tensor that depends on no input of this capture, nor of those around it.
+    def is_within_operator(self) -> bool:
+        """Tell whether it is PyTorch that calls, to run an operator of the capture, and not the user's code."""
+        # PyTorch takes a dispatch mode off its stack while the mode handles an operator.
+        return self not in _get_current_dispatch_mode_stack()
 
-        Within another capture, only what a rehearsal knows too, which writes no graph: views of constants around.
+    def constant(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The value of a tensor that depends on no input of this capture, nor of those around it; None if it does.
+
+        It is not to be written to. Within another capture, only what a rehearsal knows too, which writes no graph:
+        views of constants around.
         """
         node = self._node_of(tensor)
-        return self._constant_around(tensor, around) if around or node is None else self._constant(node)
+        if self._around is not None or node is None:
+            return self._constant_around(tensor)
+        return self._constant(node)
 
-    def traced(self, tensor: torch.Tensor, around: Sequence["DataDependence"]) -> Traced | None:
+    def traced(self, tensor: torch.Tensor) -> Traced | None:
         """The node of a tensor in the outermost capture, and what tells the value of a node there if it is constant."""
-        if not around:
+        if self._around is None:
             node = self._node_of(tensor)
             return None if node is None else (node, self._constant)
+
         original = tensor if self._mode is None else self._mode.original(tensor)
-        if original is tensor and tensor._base is not None and _is_all_of(tensor, tensor._base):
-            return self.traced(tensor._base, around)
-        return None if original is tensor else around[-1].traced(original, around[:-1])
+        if original is not tensor:
+            return self._around.traced(original)
+        if tensor._base is not None and _is_all_of(tensor, tensor._base):
+            return self.traced(tensor._base)
+        return None
 
     def _constant(self, node: Node) -> torch.Tensor | None:
         if self._constants is None:
@@ -153,15 +166,16 @@ class DataDependence(TorchDispatchMode):
         with in_eager_torch():
             return self._constants.value(node)
 
-    def _constant_around(self, tensor: torch.Tensor, around: Sequence["DataDependence"]) -> torch.Tensor | None:
+    def _constant_around(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The value of a tensor that is a constant around this capture, or a view of one, where there is no graph."""
         original = tensor if self._mode is None else self._mode.original(tensor)
         if original is not tensor:
-            return around[-1].constant(original, around[:-1]) if around else None
+            return None if self._around is None else self._around.constant(original)
+
         with in_eager_torch():
-            if (base := tensor._base) is None or (value := self._constant_around(base, around)) is None:
-                return None
-            if value.stride() != base.stride():
+            base = tensor._base
+            value = None if base is None else self._constant_around(base)
+            if base is None or value is None or value.stride() != base.stride():
                 return None
             offset = value.storage_offset() + tensor.storage_offset() - base.storage_offset()
             return value.as_strided(tensor.shape, tensor.stride(), offset)
@@ -344,27 +358,7 @@ def current_values() -> DataDependence:
     return _CURRENT.stack[-1]
 
 
-def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The value of a tensor of the capture under way that depends on no input, of it and of those around it, or None.
-
-    It is not to be written to.
-    """
-    stack = _CURRENT.stack
-    return stack[-1].constant(tensor, stack[:-1]) if stack else None
-
-
-def traced(tensor: torch.Tensor) -> Traced | None:
-    """The node of a tensor in the outermost capture under way, and what tells the constants there; or None."""
-    stack = _CURRENT.stack
-    return stack[-1].traced(tensor, stack[:-1]) if stack else None
-
-
 def _is_all_of(tensor: torch.Tensor, base: torch.Tensor) -> bool:
     with in_eager_torch():
         same = (tensor.shape, tensor.stride(), tensor.storage_offset())
         return same == (base.shape, base.stride(), base.storage_offset())
-
-
-def within_operator() -> bool:
-    """Tell whether it is PyTorch that calls, to run an operator of the capture under way, and not the user's code."""
-    return bool(_CURRENT.stack) and _CURRENT.stack[-1] not in _get_current_dispatch_mode_stack()

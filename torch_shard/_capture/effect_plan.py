@@ -4,15 +4,18 @@ A template is a value with expressions (`Item`, `Old`, `Computed`) where numbers
 """
 
 import collections
+import contextlib
 import copy
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from torch_shard._capture.calls import Handled, silent
 from torch_shard._capture.late_numbers import (
     Computed,
     Item,
@@ -98,12 +101,12 @@ def is_plain_number(value: object) -> bool:
     return isinstance(value, (bool, int, float, complex, np.number, np.bool_)) and type(value) is not LateNumber
 
 
-def is_number(template: Any) -> bool:
+def _is_number(template: Any) -> bool:
     """Tell whether a template is of one number."""
     return is_expression(template) and template.kind not in (str, torch.Tensor)
 
 
-def evaluated(
+def _evaluated(
     template: Any,
     items: Mapping[int, Any],
     old: Mapping[Hashable, Any],
@@ -303,6 +306,68 @@ class EffectPlan:
         templates += [write.if_absent for write in self.writes]
         return [leaf for template in templates for each in expressions_in(template) for leaf in leaves_of(each)]
 
+    def write(
+        self,
+        items: Mapping[int, Any],
+        old: Mapping[Hashable, Any],
+        tensor: Callable[[int, torch.dtype | None], torch.Tensor],
+        put_off: Callable[[Any, Callable[[], Any]], LateNumber] | None,
+    ) -> list[tuple[Place | None, Any, LateNumber]]:
+        """Do the writes of a step.
+
+        Args:
+            items: The numbers in tensors, by position.
+            old: The numbers of places, by key.
+            tensor: Gives the tensor of a position, of this dtype.
+            put_off: Makes a late number of an expression and of what computes its value, where that takes waiting.
+
+        Returns:
+            The late numbers that were written: the place, or the container that they were added to.
+        """
+        late: list[tuple[Place | None, Any, LateNumber]] = []
+
+        def value_of(template: Any) -> Any:
+            if put_off is None or not _is_number(template):
+                return _evaluated(template, items, old, tensor)
+            return put_off(template, functools.cache(lambda: _evaluated(template, items, old, tensor)))
+
+        def set_at(place: Place, template: Any) -> None:
+            value = value_of(template)
+            place.set(value)
+            if type(value) is LateNumber:
+                late.append((place, None, value))
+
+        made = set[int]()
+        for write in self.writes:
+            parent = write.parent
+            is_made = id(parent) in made
+            if parent is not None and (is_made or parent.get() is ABSENT or parent.get() is None):
+                # What is set there has what the other writes within it would have added.
+                if not is_made:
+                    set_at(parent, write.if_absent)
+                made.add(id(parent))
+            elif write.action == "set":
+                set_at(write.place, write.template)
+            else:
+                container = write.place.get()
+                values = [value_of(template) for template in write.template]
+                _add(container, write.action, values)
+                late += [(None, container, value) for value in values if type(value) is LateNumber]
+        return late
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """Let nothing remain of what is done within: the loss runs in eager torch, for comparison."""
+        values = [place.get() for place in self.places]
+        contents = [copy.copy(value) for value in values]
+        loggers = any(isinstance(call.function, Handled) for call in self.calls)
+        with silent(loggers=loggers):
+            try:
+                yield
+            finally:
+                for place, value, items in zip(self.places, values, contents, strict=True):
+                    _put_back(place, value, items)
+
     @property
     def places(self) -> tuple[Place, ...]:
         """The places that a step writes to."""
@@ -320,6 +385,30 @@ class EffectPlan:
     def outdated(self) -> str | None:
         """The name of a place at which something is, or is not, that the plan is not for."""
         return next((each.place.name for each in self.unread if not each.fits), None)
+
+
+def _add(container: Any, action: str, values: list[Any]) -> None:
+    if action == "refill":
+        container.clear()
+    if action in ("extend", "refill"):
+        container.extend(values)
+    elif isinstance(container, collections.deque):
+        container.extendleft(reversed(values))
+    else:
+        container[:0] = values
+
+
+def _put_back(place: Place, value: Any, contents: Any) -> None:
+    """Give a place the value that it had, and that the items that it had."""
+    place.set(value)
+    if isinstance(value, dict):
+        value.clear()
+        value.update(contents)
+    elif isinstance(value, list):
+        value[:] = contents
+    elif isinstance(value, collections.deque):
+        value.clear()
+        value.extend(contents)
 
 
 # ---- the plan of two captures of one function ----

@@ -7,23 +7,19 @@ each step they are done again with the step's own values.
 """
 
 import contextlib
-import copy
 import functools
 import gc
 import logging
 import re
-import sys
-import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils import _pytree as torch_pytree
 
+from torch_shard._capture.calls import Handled, on_metrics, refuse_metric, telling
 from torch_shard._capture.checks import asks_for_types, leads_only_to_raise, only_tells_text
 from torch_shard._capture.data_dependence import current_values
 from torch_shard._capture.effect_plan import (
@@ -35,7 +31,6 @@ from torch_shard._capture.effect_plan import (
     template_of,
 )
 from torch_shard._capture.function_mode import current_mode
-from torch_shard._capture.guards import metric_kinds
 from torch_shard._capture.late_numbers import (
     OF_A_TEXT,
     Computed,
@@ -216,8 +211,8 @@ class Effects:
             yield
 
     def _watched(self) -> Iterator[contextlib.AbstractContextManager[None]]:
-        yield from _Metrics(self._update).contexts()
-        for owner, name in _telling():
+        yield from on_metrics(self._update)
+        for owner, name in telling():
             yield patched(owner, name, self._instead_of_telling)
         yield patched(logging.Logger, "handle", self._instead_of_handling)
 
@@ -242,7 +237,7 @@ class Effects:
                 original(logger, record)
                 return
             self._call(
-                _Handled(logger, record, original), (), {"msg": record.msg, "args": record.args, **about}, of=logger
+                Handled(logger, record, original), (), {"msg": record.msg, "args": record.args, **about}, of=logger
             )
 
         return handle
@@ -268,10 +263,10 @@ class Effects:
                 args, kwargs = call.template
                 call.function(*args, **kwargs)
 
-    def _update(self, metric: nn.Module, args: Any, kwargs: Any) -> None:
+    def _update(self, metric: object, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if current_mode() is not self._mode:
-            _refuse_metric(metric)
-        self._call(_Update(metric), args, kwargs, of=metric)
+            refuse_metric(metric)
+        self._call(update, args, kwargs, of=metric)
 
     # -- the end of the capture --
 
@@ -357,102 +352,6 @@ def _text_refused(line: str) -> str:
     )
 
 
-_LATER = ("compute", "reset", "merge_state", "state_dict", "load_state_dict")
-
-
-class _Metrics:
-    """Objects of torchmetrics, whose state is Python's and whose checks read values: no call of `update` is made.
-
-    Args:
-        on_update: Is told of the calls: the object, the positional and the keyword arguments.
-    """
-
-    def __init__(self, on_update: Callable[[Any, Any, Any], object]) -> None:
-        self._on_update, self._is_within = on_update, False
-
-    def contexts(self) -> Iterator[contextlib.AbstractContextManager[None]]:
-        """In which this is so."""
-        for kind in metric_kinds():
-            yield patched(kind, "__getattribute__", self._instead)
-
-    def _instead(self, original: Callable[[object, str], Any]) -> Callable[[object, str], Any]:
-        instead = {"update": self._update, "forward": self._forward} | dict.fromkeys(_LATER, _refuse_metric)
-
-        def getattribute(metric: Any, name: str) -> Any:
-            if name in instead and not self._is_within:
-                return functools.partial(instead[name], metric)
-            return original(metric, name)
-
-        return getattribute
-
-    def _update(self, metric: Any, *args: Any, **kwargs: Any) -> None:
-        self._on_update(metric, args, kwargs)
-
-    def _forward(self, metric: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note the update; the result is that of the batch alone, which a program can compute."""
-        self._on_update(metric, args, kwargs)
-        self._is_within = True
-        try:
-            # The tensors of its defaults stay what they are, so that each capture closes over the same.
-            own = {id(tensor): tensor for tensor in _tensors_of(metric)}
-            fresh = copy.deepcopy(metric, own)
-            fresh.sync_on_compute = False  # a compiled step has the whole batch
-            fresh.reset()
-            fresh.update(*args, **kwargs)
-            return fresh.compute()
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise NotImplementedError(
-                f"{current_user_line()}\nHere {type(metric).__name__} gives its value for this batch, which depends on "
-                "the values of tensors in a way that cannot be compiled. Call its update(...) in loss_fn, which is "
-                "made after each step, and compute() outside."
-            ) from error
-        finally:
-            self._is_within = False
-
-
-def _tensors_of(metric: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a metric, or of those in a collection."""
-    for module in metric.modules():
-        for leaf in torch_pytree.tree_leaves(vars(module)):
-            if isinstance(leaf, torch.Tensor):
-                yield leaf
-
-
-def _refuse_metric(metric: object, *args: object, **kwargs: object) -> NoReturn:
-    raise NotImplementedError(
-        f"{current_user_line()}\nHere the captured function uses what a {type(metric).__name__} has gathered in "
-        "earlier steps, or updates it within a repeated layer. Only update(...) in loss_fn itself can be kept: it "
-        "is made after each step. Call the rest after the step, where it has its values."
-    )
-
-
-class _Update:
-    """The call `metric.update(...)`, of the object that it is to be made on."""
-
-    __name__ = "update"
-
-    def __init__(self, metric: Any) -> None:
-        self._metric = metric
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self._metric.update(*args, **kwargs)
-
-
-class _Handled:
-    """A message of a logger, to be handled with other values."""
-
-    __name__ = "handle"
-
-    def __init__(self, logger: logging.Logger, record: logging.LogRecord, handle: Callable[..., Any]) -> None:
-        self._logger, self._record, self._handle = logger, copy.copy(record), handle
-        self._record.msg = self._record.args = None
-
-    def __call__(self, **about: Any) -> None:
-        record = copy.copy(self._record)
-        vars(record).update(about, created=time.time())
-        self._handle(self._logger, record)
-
-
 class _Joined:
     """Joins the parts of a text with numbers between them."""
 
@@ -480,26 +379,6 @@ class _Joined:
 
     def __hash__(self) -> int:
         return hash((self._parts, self._specs))
-
-
-_TELLING = (
-    ("builtins", "", ("print",)),
-    ("torch.utils.tensorboard.writer", "SummaryWriter", ("add_scalar", "add_scalars", "add_text")),
-    ("tensorboardX.writer", "SummaryWriter", ("add_scalar", "add_scalars", "add_text")),
-    ("tqdm.std", "tqdm", ("set_postfix", "set_postfix_str", "set_description", "write")),
-    ("wandb", "", ("log",)),
-    ("mlflow", "", ("log_metric", "log_metrics")),
-)
-"""Functions that only tell: a module, a class in it, and names there."""
-
-
-def _telling() -> Iterator[tuple[Any, str]]:
-    for module_name, class_name, names in _TELLING:
-        module = sys.modules.get(module_name)
-        owner = getattr(module, class_name, None) if class_name else module
-        for name in names if owner is not None else ():
-            if hasattr(owner, name):
-                yield owner, name
 
 
 def _has_any_without_value(value: object) -> bool:
@@ -549,38 +428,3 @@ def tolist(tensor: torch.Tensor) -> Any:
     if effects is None or tensor.numel() > MOST_LISTED:
         return torch.Tensor.tolist(tensor)
     return effects.numbers(tensor)
-
-
-@contextlib.contextmanager
-def undone(plan: EffectPlan) -> Iterator[None]:
-    """Let nothing remain of what is done within: the loss runs in eager torch, for comparison."""
-    before = [(place, place.get()) for place in plan.places]
-    copies = [copy.copy(value) for _, value in before]
-    with contextlib.ExitStack() as stack:
-        contexts = [*_Metrics(lambda *_: None).contexts(), *(patched(*telling, _silent) for telling in _telling())]
-        if any(isinstance(call.function, _Handled) for call in plan.calls):
-            contexts.append(patched(logging.Logger, "handle", _silent))
-        for context in contexts:
-            stack.enter_context(context)
-        try:
-            yield
-        finally:
-            for (place, value), contents in zip(before, copies, strict=True):
-                _put_back(place, value, contents)
-
-
-def _put_back(place: Place, value: Any, contents: Any) -> None:
-    """Give a place the value that it had, and that the items that it had."""
-    place.set(value)
-    if isinstance(value, dict):
-        value.clear()
-        value.update(contents)
-    elif isinstance(value, list):
-        value[:] = contents
-    elif isinstance(value, deque):
-        value.clear()
-        value.extend(contents)
-
-
-def _silent(original: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: None

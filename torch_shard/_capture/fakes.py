@@ -3,15 +3,14 @@
 With `trace`, the only module that imports PyTorch's semi-public tracing API.
 """
 
-import collections
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import (
@@ -24,12 +23,12 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_shard._capture.constants import Constants, in_eager_torch, note_literal, tensors_in
+from torch_shard._capture.constants import Constants, in_eager_torch, note_literal
 from torch_shard._capture.data_dependence import DEVICE_OF, DataDependence
-from torch_shard._capture.function_mode import CaptureMode, add_modules, current_mode
+from torch_shard._capture.function_mode import CaptureMode, current_mode
 from torch_shard._capture.guards import ModuleFlags
 from torch_shard._capture.provenance import current_user_line
-from torch_shard._capture.side_effects import Change
+from torch_shard._common.fx import tensors_in
 from torch_shard._common.types import Operator, PyTree
 
 aten = torch.ops.aten
@@ -79,7 +78,7 @@ def fakes(explain: bool) -> Iterator[tuple[FakeTensorMode, CaptureMode]]:
     capture_mode = CaptureMode(
         part(_is_of_capture, mode),
         part(_make_standin, mode),
-        _revive,
+        revive,
         _set_data,
         explain=explain,
     )
@@ -110,11 +109,6 @@ def untraced() -> Iterator[None]:
     """Run on the fakes of the capture under way and write no graph: its outcome is not wanted any more."""
     with disable_proxy_modes_tracing(), no_python_dispatcher():
         yield
-
-
-def in_transform() -> bool:
-    """Tell whether a transform of torch.func is under way."""
-    return maybe_current_level() is not None
 
 
 def unknown_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -180,9 +174,19 @@ def _is_input(node: torch.fx.Node | None) -> bool:
     return node is not None and node.op != "call_function"
 
 
-def leave(tensor: torch.Tensor, value: Callable[[], torch.Tensor]) -> None:
-    """Say what a tensor means in the capture under way: most often, a fake of a capture within it that is over."""
+def leave(tensor: torch.Tensor, value: Callable[[], torch.Tensor], *, repeats: torch.Tensor | None = None) -> None:
+    """Say what a tensor means in the capture under way: most often, a fake of a capture within it that is over.
+
+    Args:
+        tensor: The tensor.
+        value: Gives the tensor of the capture under way.
+        repeats: Of a fake of a rehearsal, the fake of the capture that it repeats.
+    """
     _LEFT[tensor] = value
+    if repeats is not None and repeats is not tensor:
+        # An attribute: a table would hold what leads back to its own key, and with it all that both captures closed
+        # over.
+        vars(tensor)["_same_as"] = repeats
 
 
 class StaleTensor(NotImplementedError):
@@ -197,76 +201,14 @@ class StaleTensor(NotImplementedError):
         self.tensor, self.line = tensor, line
 
 
-def depends_on_inputs(change: Change) -> bool:
-    """Tell whether a callable has left something in an attribute that depends on its inputs."""
-    try:
-        for tensor in change.tensors:
-            _revive(tensor)
-    except StaleTensor:
-        return True
-    return False
-
-
-def changes_nothing(change: Change) -> bool:
-    """Tell whether a callable has left in an attribute what was there: `self.mask = self.mask.to(x.device)`."""
-    return _is_same(change.old, change.new)
-
-
-def replaces_tensors(change: Change) -> bool:
-    """Tell whether a callable has left something else where a tensor was."""
-    return _replaces(change.old, change.new)
-
-
-def _is_same(old: Any, new: Any) -> bool:
-    while new is not old and isinstance(new, torch.Tensor) and (original := _original_of(new)) is not None:
-        new = original
-    before, after = _by_key(old), _by_key(new)
-    if new is old or before is None or after is None:
-        return new is old
-    return before.keys() == after.keys() and all(_is_same(before[key], after[key]) for key in after)
-
-
-def _replaces(old: Any, new: Any) -> bool:
-    if isinstance(old, torch.Tensor):
-        return not _is_same(old, new)
-    before, after = _by_key(old) or {}, _by_key(new) or {}
-    return any(_replaces(value, after.get(key)) for key, value in before.items())
-
-
-def _by_key(value: Any) -> dict[Any, Any] | None:
-    if isinstance(value, dict):
-        return dict(value)
-    return dict(enumerate(value)) if isinstance(value, list | tuple | collections.deque) else None
-
-
-def made_buffers(changes: Iterable[Change]) -> list[tuple[str, torch.Tensor, bool]]:
-    """The buffers that a callable has registered: name, value, and whether a `state_dict` has it."""
-    changes = list(changes)
-    skipped = {id(c.attributes): c.new for c in changes if c.name == "_non_persistent_buffers_set"}
-    found: list[tuple[str, torch.Tensor, bool]] = []
-    for change in changes:
-        added = change.added() if change.name == "_buffers" else {}
-        for leaf, buffer in added.items():
-            name = change.path.removesuffix("_buffers") + leaf
-            try:
-                value = _revive(buffer)  # pyright: ignore[reportArgumentType]
-            except StaleTensor as error:
-                raise NotImplementedError(
-                    f"The captured function registers the buffer {name}, which depends on its inputs, and the state of "
-                    "a step would lack it: register it in __init__, with its shape; forward stays as it is."
-                ) from error
-            found.append((name, value, leaf not in skipped.get(id(change.attributes), ())))  # pyright: ignore
-    return found
-
-
-def _revive(tensor: torch.Tensor) -> torch.Tensor:
+def revive(tensor: torch.Tensor) -> torch.Tensor:
     """The value of a fake that an earlier capture left in a cache, if it depends on no input of that capture."""
     if (value := _LEFT.get(tensor)) is not None:
-        return _revive(value())
+        return revive(value())
     if not isinstance(tensor, FakeTensor) or tensor.fake_mode in _MODES:
         return tensor
-    if (original := _original_of(tensor)) is not None:
-        return _revive(original)
+    if (original := original_of(tensor)) is not None:
+        return revive(original)
     value = constant_of(tensor)
     if value is None:
         raise StaleTensor(tensor, current_user_line())
@@ -276,16 +218,10 @@ def _revive(tensor: torch.Tensor) -> torch.Tensor:
 
 def _revive_once(tensor: torch.Tensor) -> torch.Tensor:
     """The value of a fake that an earlier capture left behind: the same tensor each time, as it may be written."""
-    value = _revive(tensor)
+    value = revive(tensor)
     if value is not tensor:
         remember(tensor, value)
     return value
-
-
-def equate(fake: torch.Tensor, captured: torch.Tensor) -> None:
-    """Say that a fake of a rehearsal is what another one is, of the capture that it repeats."""
-    # An attribute: a table would hold what leads back to its own key, and with it all that both captures closed over.
-    vars(fake)["_same_as"] = captured
 
 
 def remember(fake: torch.Tensor, value: torch.Tensor) -> None:
@@ -316,7 +252,7 @@ def _make_standin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
         else:
             meta = torch.empty(tensor.shape, **options)
         fake = FakeTensor(mode, meta, torch.device("cpu"))
-    vars(fake)["_original"] = tensor  # an attribute, as in `equate`
+    vars(fake)["_original"] = tensor  # an attribute, as in `leave`
     if isinstance(tensor, torch.nn.Parameter):
         _OF_PARAMETERS.append(fake)
     return fake
@@ -333,7 +269,7 @@ def _let_parameters_go() -> None:
     _OF_PARAMETERS.clear()
 
 
-def _original_of(fake: torch.Tensor) -> torch.Tensor | None:
+def original_of(fake: torch.Tensor) -> torch.Tensor | None:
     """The closed-over tensor that a fake stood for."""
     return vars(fake).get("_original")
 
@@ -395,6 +331,8 @@ def outline(fn: Callable[[], Any]) -> tuple[Any, str]:
             return (result, "returns a tensor that it is given, or a view of one")
         return (result, "")
 
-    found, flags = rehearse(run)
-    add_modules(flags)  # the capture depends on those that ran
-    return found
+    outcome, flags = rehearse(run)
+    around = current_mode()
+    if around is not None:
+        around.add_modules(flags)  # the capture depends on those that ran
+    return outcome

@@ -70,6 +70,7 @@ class CaptureMode(TorchFunctionMode):
         self._scopes: list[contextlib.AbstractContextManager] = []
         self.side_effects = SideEffects()
         self.bound: tuple[torch.Tensor, ...] = ()
+        """The fakes that `binding` has given to closed-over tensors."""
         self.axes: dict[str, int] = {}
         """Named axes that the capture depends on, with their sizes."""
         self.uses_grad = False
@@ -223,7 +224,33 @@ class CaptureMode(TorchFunctionMode):
 
     def modules(self) -> ModuleFlags:
         """The modules that ran, with their training flags."""
-        return tuple(self._modules.values())
+        return ModuleFlags(self._modules.values())
+
+    def note(self, values: Iterable[tuple[str, object]]) -> None:
+        """Remember modules, and other objects that can change, before the capture reaches them by these names."""
+        for name, value in values:
+            self.side_effects.note_value(name, value)
+
+    @contextlib.contextmanager
+    def binding(self, tensors: Sequence[torch.Tensor], fakes: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let these tensors be these fakes of the capture."""
+        before = {id(tensor): self._standins.pop(id(tensor), None) for tensor in tensors}
+        for tensor, fake in zip(tensors, fakes, strict=True):
+            self._standins[id(tensor)] = (fake, tensor, tensor)
+
+        try:
+            with having(self, bound=tuple(fakes)):
+                yield
+        finally:
+            # Each is taken out first, so that those which were there before are again the last ones met.
+            for key, standin in before.items():
+                del self._standins[key]
+                if standin is not None:
+                    self._standins[key] = standin
+
+    def widened(self, func: Callable, args: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree]:
+        """The arguments of a torch call as an autocast region of an accelerator passes them on, if one is active."""
+        return widened(func, args, kwargs)
 
     def _where(self) -> str:
         """The module path, if a module runs, and the user's line."""
@@ -275,35 +302,6 @@ class _Innermost(threading.local):
 _INNERMOST = _Innermost()
 
 
-def note(values: Iterable[tuple[str, object]]) -> None:
-    """Remember modules, and other objects that can change, before the capture under way reaches them by these names."""
-    if _INNERMOST.capture_mode is not None:
-        for name, value in values:
-            _INNERMOST.capture_mode.side_effects.note_value(name, value)
-
-
-@contextlib.contextmanager
-def binding(tensors: Sequence[torch.Tensor], fakes: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Let these tensors be these fakes of the capture under way."""
-    capture_mode = _INNERMOST.capture_mode
-    assert capture_mode is not None
-    before = {id(t): capture_mode._standins.pop(id(t), None) for t in tensors}
-    capture_mode._standins.update((id(t), (fake, t, t)) for t, fake in zip(tensors, fakes, strict=True))
-    try:
-        with having(capture_mode, bound=tuple(fakes)):
-            yield
-    finally:
-        for key, standin in before.items():
-            del capture_mode._standins[key]
-            if standin is not None:
-                capture_mode._standins[key] = standin
-
-
-def bound_tensors() -> tuple[torch.Tensor, ...]:
-    """The fakes that `binding` has given to closed-over tensors."""
-    return () if _INNERMOST.capture_mode is None else _INNERMOST.capture_mode.bound
-
-
 def current_mode() -> CaptureMode | None:
     """The mode of the innermost capture under way."""
     return _INNERMOST.capture_mode
@@ -325,18 +323,6 @@ def outside_capture() -> contextlib.AbstractContextManager[None]:
 def is_capturing() -> bool:
     """Tell whether a capture is under way, left or not."""
     return _INNERMOST.left or _INNERMOST.capture_mode is not None
-
-
-def add_modules(flags: ModuleFlags) -> None:
-    """Let the capture under way depend on the training flags of these modules."""
-    if _INNERMOST.capture_mode is not None:
-        _INNERMOST.capture_mode.add_modules(flags)
-
-
-def hold(value: object) -> None:
-    """Keep a value alive until the graph of the capture under way is complete."""
-    if _INNERMOST.capture_mode is not None:
-        _INNERMOST.capture_mode.held.append(value)
 
 
 def as_captured(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch
 
 from torch_shard._capture.provenance import describe, is_own_file, is_user_file
 from torch_shard._capture.reads import named_in
+from torch_shard._common.generators import state_of
 
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 
@@ -67,15 +68,6 @@ def _held_by(value: Any, of_data: bool) -> Iterator[object]:
             yield from (*of_module, *(each for each in named if isinstance(each, _KINDS)))
     else:
         yield from gc.get_referents(value)
-
-
-def state_of(generator: Any) -> Any:
-    """The state of a generator; of Python's and NumPy's global ones, which are modules, too."""
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if isinstance(generator, np.random.BitGenerator):
-        return generator.state
-    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
 
 
 class Generators:

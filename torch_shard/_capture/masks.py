@@ -10,9 +10,9 @@ from torch._decomp import core_aten_decompositions, decomposition_table
 from torch.fx import Node
 from torch.utils import _pytree as torch_pytree
 
-from torch_shard._capture.constants import tensors_in, traced_storages, writes, written_by
-from torch_shard._capture.ragged_rules import has_rule
-from torch_shard._common.fx import is_random
+from torch_shard._capture.constants import traced_storages, writes, written_by
+from torch_shard._capture.ragged import has_rule
+from torch_shard._common.fx import is_random, tensors_in
 from torch_shard._common.types import Operator, PyTree
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ class Masks:
         places_of: Callable[[torch.Tensor], Sequence[torch.Tensor] | None],
     ) -> None:
         self._node_of, self._places_of = node_of, places_of
-        self._found: list[_Mask] = []
+        self._masks: list[_Mask] = []
 
     def unify(self, func: Operator, args: Sequence[Any]) -> tuple[Operator, Sequence[Any]]:
         """An operator and its arguments, with masks that an earlier one has taken where they are the same."""
@@ -47,7 +47,10 @@ class Masks:
             mask = self._first(args[0])
             return func, args if mask is None else (mask.tensor,)
         if func in _INDEXED:
-            return func, (args[0], [i for index in args[1] for i in self._places(index)], *args[2:])
+            indices: list[torch.Tensor | None] = []
+            for index in args[1]:
+                indices += self._places(index)
+            return func, (args[0], indices, *args[2:])
         return func, args
 
     def _places(self, index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
@@ -58,16 +61,21 @@ class Masks:
         if mask is None:
             return [index]
         if mask.places is None:
-            mask.places = (self._places_of(mask.tensor) if index.ndim else None) or [mask.tensor]
+            known_places = self._places_of(mask.tensor) if index.ndim else None
+            mask.places = known_places or [mask.tensor]
         return mask.places
 
     def _first(self, mask: torch.Tensor) -> "_Mask | None":
-        if (node := self._node_of(mask)) is None:
+        """The first of the masks so far that is the same as this one."""
+        node = self._node_of(mask)
+        if node is None:
             return None
-        found = next((known for known in self._found if is_same(known.node, node)), None)
-        if found is None:
-            self._found.append(found := _Mask(mask, node))
-        return found
+        for known in self._masks:
+            if is_same(known.node, node):
+                return known
+        new = _Mask(mask, node)
+        self._masks.append(new)
+        return new
 
 
 @dataclasses.dataclass
@@ -85,45 +93,55 @@ def is_same(a: Node, b: Node) -> bool:
     Nothing may have been written to what is computed twice, nor, between the two, to what both are computed of.
     """
     pairs, seen = [(a, b)], set[tuple[Any, Any]]()
-    twice, shared = {a, b}, set[int]()
+    computed_twice, shared_storages = {a, b}, set[int]()
     while pairs:
         pair = pairs.pop()
         if pair in seen:
             continue
         seen.add(pair)
+
         first, second = pair
-        if first is second or (first.op == second.op == "get_attr" and first.target == second.target):
-            shared |= traced_storages(second)
+        is_one_attribute = first.op == second.op == "get_attr" and first.target == second.target
+        if first is second or is_one_attribute:
+            shared_storages |= traced_storages(second)
             continue
-        if first.op != "call_function" or first.target != second.target or is_random(first) or writes(first):
+
+        is_one_function = first.op == "call_function" and first.target == second.target
+        if not is_one_function or is_random(first) or writes(first):
             return False
-        twice |= {first, second}
-        ours, ours_tree = torch_pytree.tree_flatten((first.args, first.kwargs))
-        theirs, theirs_tree = torch_pytree.tree_flatten((second.args, second.kwargs))
-        if ours_tree != theirs_tree:
+        computed_twice |= {first, second}
+
+        first_args, first_tree = torch_pytree.tree_flatten((first.args, first.kwargs))
+        second_args, second_tree = torch_pytree.tree_flatten((second.args, second.kwargs))
+        if first_tree != second_tree:
             return False
-        for ours_of, theirs_of in zip(ours, theirs, strict=True):
-            if isinstance(ours_of, Node) and isinstance(theirs_of, Node):
-                pairs.append((ours_of, theirs_of))
-            elif type(ours_of) is not type(theirs_of) or repr(ours_of) != repr(theirs_of):  # 0.0 is not -0.0
+        for first_arg, second_arg in zip(first_args, second_args, strict=True):
+            if isinstance(first_arg, Node) and isinstance(second_arg, Node):
+                pairs.append((first_arg, second_arg))
+            # By their texts, as 0.0 == -0.0, and 1 / x is another number of each.
+            elif type(first_arg) is not type(second_arg) or repr(first_arg) != repr(second_arg):
                 return False
-    return not _written(twice, {a, b}, shared)
+    return not _is_written(computed_twice, {a, b}, shared_storages)
 
 
-def _written(twice: set[Node], last: set[Node], shared: set[int]) -> bool:
+def _is_written(computed_twice: set[Node], results: set[Node], shared_storages: set[int]) -> bool:
     """Tell whether anything was written to what is computed twice, or to what it is computed of before it was."""
-    used, own = (set[int]().union(*map(traced_storages, nodes)) for nodes in (twice, last))
-    left, begun = set(last), False
-    for node in next(iter(last)).graph.nodes:
-        if begun and not written_by(node).isdisjoint(used | shared if left else own):
+    storages = shared_storages.union(*map(traced_storages, computed_twice))
+    result_storages = set[int]().union(*map(traced_storages, results))
+
+    waiting, has_begun = set(results), False
+    for node in next(iter(results)).graph.nodes:
+        # Once both results are computed, what they were computed of may change.
+        read_later = storages if waiting else result_storages
+        if has_begun and not written_by(node).isdisjoint(read_later):
             return True
-        begun = begun or node in twice
-        left.discard(node)
+        has_begun = has_begun or node in computed_twice
+        waiting.discard(node)
     return False
 
 
 def _logsumexp(x: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> torch.Tensor:
-    """PyTorch's own asks whether there is anything."""
+    # PyTorch's own rule asks whether the tensor has any element, which nobody knows of a selection.
     dims = tuple(dim)
     largest = x.amax(dims, keepdim=True)
     largest = torch.where(largest.isinf(), 0, largest)
@@ -134,7 +152,7 @@ def _logsumexp(x: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> to
 def _native_layer_norm(
     x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """PyTorch's own is made of another kind of operators."""
+    # PyTorch's own rule is made of `prims`, for which there are no rules for selections.
     dims = list(range(x.ndim - len(shape), x.ndim))
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     mean = wide.mean(dims, keepdim=True)
@@ -150,12 +168,16 @@ _OURS = {aten.logsumexp.default: _logsumexp, aten.native_layer_norm.default: _na
 @functools.cache
 def rules_for_selections() -> dict[Operator, Callable[..., PyTree]]:
     """PyTorch's decompositions of what has no rule for selections, for these alone."""
-    known = {**decomposition_table, **core_aten_decompositions(), **_OURS}
-    return {op: functools.partial(_if_selected, rule) for op, rule in known.items() if not has_rule(op)}  # pyright: ignore
+    decompositions = {**decomposition_table, **core_aten_decompositions(), **_OURS}
+    table: dict[Any, Callable[..., PyTree]] = {}
+    for op, rule in decompositions.items():
+        if not has_rule(op):
+            table[op] = functools.partial(_if_selected, rule)
+    return table
 
 
 def _if_selected(rule: Callable[..., PyTree], *args: Any, **kwargs: Any) -> PyTree:
-    tensors = tensors_in((args, kwargs))
-    if not any(isinstance(size, torch.SymInt) for t in tensors for size in t.shape):
-        return NotImplemented
-    return rule(*args, **kwargs)
+    for tensor in tensors_in((args, kwargs)):
+        if any(isinstance(size, torch.SymInt) for size in tensor.shape):
+            return rule(*args, **kwargs)
+    return NotImplemented

@@ -24,11 +24,10 @@ from torch import nn
 from torch_shard._capture.checks import asks_for_types
 from torch_shard._capture.data_dependence import current_values
 from torch_shard._capture.function_mode import CaptureMode, outermost_mode
-from torch_shard._capture.guards import Guard
+from torch_shard._capture.guards import Guard, Names, Root, attribute_of
 from torch_shard._capture.late_numbers import is_late_number
 from torch_shard._capture.provenance import CallWatcher, count_as_own, describe, is_own_file, is_user_file
 from torch_shard._capture.side_effects import Place, is_record
-from torch_shard._capture.walk import Names, Root, attribute_of
 
 _GETS_ANY = frozenset({"getattr", "hasattr", "vars", "__dict__", "asdict", "astuple", "fields", "attrgetter"})
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from torch_shard._capture.late_numbers import is_late
 from torch_shard._capture.watched import WatchedDeque, WatchedDict, WatchedList, is_watched
+from torch_shard._common.containers import Same
 
 NUMBERS = (bool, int, float, str)
 
@@ -188,19 +189,16 @@ class Change:
         return [leaf for leaf in _leaves(self.new) if isinstance(leaf, torch.Tensor)]
 
     @property
+    def is_new(self) -> bool:
+        """Whether there was no such attribute."""
+        return self.old is ABSENT
+
+    @property
     def matters(self) -> bool:
         """Tell whether the next call may be another program for it."""
         if self.name in _LOOKED_AFTER:
             return False
         return bool(self.tensors) or self.name in _HOOKS or is_plain(self.new)
-
-    def after(self, num_calls: int, second: object) -> "Change":
-        """The same after many calls, if it is of a number that the second call takes on by as much as the first."""
-        old, new = 0 if self.old is ABSENT else self.old, self.new
-        if not all(type(value) in (int, float) for value in (old, new, second)):
-            return self
-        step: Any = new - old  # pyright: ignore[reportOperatorIssue]
-        return dataclasses.replace(self, new=old + num_calls * step) if second == new + step else self
 
     def added(self) -> dict[str, object]:
         """What is new in a dict, such as that of a module's buffers."""
@@ -588,23 +586,7 @@ def _is_counted(old: object, new: object) -> bool:
     return type(old) in (int, float) and type(new) in (int, float) and new != old
 
 
-def refuse_new_parameters(changes: Iterable[Change]) -> None:
-    """Refuse a callable that gives a module further parameters."""
-    found = [
-        f"{change.path.removesuffix(change.name)}{name}"
-        for change in changes
-        for name, value in change.added().items()
-        if change.name == "_parameters"
-        or (change.name == "_modules" and isinstance(value, nn.Module) and next(value.parameters(), None) is not None)
-    ]
-    if found:
-        raise NotImplementedError(
-            f"The function adds {', '.join(found)} to a module, with parameters that the state of a step would "
-            "lack. Make them before: in __init__, or by one call of the model in eager torch."
-        )
-
-
-def contents_of(container: Any, depth: int = _DEPTH) -> tuple[tuple[object, "Same", object], ...]:
+def contents_of(container: Any, depth: int = _DEPTH) -> tuple[tuple[object, Same, object], ...]:
     """Contents of a container and of those in it, by which a change is noticed and undone."""
     pairs = container.items() if isinstance(container, dict) else enumerate(container)
     inner = [(key, value, type(value) in _CONTAINERS and depth > 0) for key, value in pairs]
@@ -614,19 +596,6 @@ def contents_of(container: Any, depth: int = _DEPTH) -> tuple[tuple[object, "Sam
 def dict_of(contents: Any) -> dict[object, object]:
     """Contents by key."""
     return {key: same.value for key, same, _ in contents}
-
-
-class Same:
-    """Equal if it is the same object: tensors have no equality that is one truth."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
 
 
 def _put_back(attributes: dict[str, object], name: str, old: object, contents: Any) -> None:

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._capture.autocast import autocast_only
 from torch_shard._capture.canonical import canonical_form
+from torch_shard._capture.changes import Changes
 from torch_shard._capture.constants import (
     carry_random_places,
     constants_to_inputs,
@@ -37,16 +38,15 @@ from torch_shard._capture.data_dependence import DataDependence
 from torch_shard._capture.effect_plan import EffectPlan
 from torch_shard._capture.effects import Effects
 from torch_shard._capture.environment import capture_environment, reference_kernels
-from torch_shard._capture.fakes import changes_nothing, empty_like, fakes, node_in, remember, tracer
+from torch_shard._capture.fakes import empty_like, fakes, node_in, remember, tracer
 from torch_shard._capture.function_mode import CaptureMode, annotated, current_mode, is_capturing
 from torch_shard._capture.generators import Generators
-from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold
+from torch_shard._capture.guards import Guard, ModuleFlags
 from torch_shard._capture.host_values import HostPart
 from torch_shard._capture.masks import rules_for_selections
 from torch_shard._capture.provenance import INSTALLED, calls_seen, end_at_the_users_line, torchs_log_silent, user_frame
-from torch_shard._capture.ragged import UnknownSizeError, is_ragged
-from torch_shard._capture.ragged_rules import with_masks
-from torch_shard._capture.side_effects import Change, refuse_new_parameters
+from torch_shard._capture.ragged import UnknownSizeError, WithMasks, is_ragged
+from torch_shard._capture.side_effects import Change
 from torch_shard._capture.simplify import simplify, stride_in_order
 from torch_shard._capture.stand_ins import StandIn, StandIns, standing_in
 from torch_shard._common.caller import caller
@@ -106,7 +106,7 @@ class Captured(Generic[Aux]):
     written: tuple[int, ...]
     modules: ModuleFlags
     aux: Aux
-    changed: list[Change]
+    changed: Changes
     skipped: list[str]
     graded: list[torch.Tensor]
     num_draws: int | None
@@ -122,7 +122,7 @@ class Captured(Generic[Aux]):
 
     def is_current(self) -> bool:
         """Tell whether every module that ran still has its training flag, and what was read its value."""
-        return flags_hold(self.modules) and all(guard.changed() is None for guard in self.guards)
+        return self.modules.hold() and all(guard.changed() is None for guard in self.guards)
 
 
 def capture(
@@ -173,8 +173,9 @@ def capture(
             "compiled program would keep these numbers forever. Use torch.rand and its like, which draw anew at each "
             "call, or draw outside and pass the numbers in the batch."
         )
-    refuse_new_parameters(changes)
-    return dataclasses.replace(graph, changed=[c for c in changes if c.matters and not changes_nothing(c)])
+    left = Changes(changes)
+    left.refuse_new_parameters()
+    return dataclasses.replace(graph, changed=left.that_matter())
 
 
 def _may_be_known(modes: list[CaptureMode]) -> bool:
@@ -337,7 +338,7 @@ def _capture(
         written=written,
         modules=capture_mode.modules(),
         aux=aux[0],
-        changed=[],
+        changed=Changes(),
         skipped=values.skipped,
         host=hosts[0],
         graded=[tensor for fake, tensor in capture_mode.standins() if fake.is_leaf and fake.grad is not None],
@@ -351,7 +352,7 @@ def _functionalize(graph: torch.fx.GraphModule, inputs: list, keep: Keep) -> tor
     ragged = is_ragged(graph)
 
     def replay(*args: torch.Tensor) -> PyTree:
-        return (with_masks(graph) if ragged else torch.fx.Interpreter(graph)).run(*args)
+        return (WithMasks(graph) if ragged else torch.fx.Interpreter(graph)).run(*args)
 
     table = {op: rule for op, rule in _decompositions(keep).items() if op not in FUNCTIONS}
     # what autocast was to cast it has cast in the first pass

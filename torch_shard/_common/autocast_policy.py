@@ -1,6 +1,11 @@
 """Which functions of torch autocast runs in which precision: PyTorch's own lists."""
 
+from typing import Literal
+
 import torch
+
+MixedPrecision = Literal["autocast", "params"]
+"""What is cast to a lower precision: the factors of products, or parameters and with them whole activations."""
 
 PRODUCTS = """
     addbmm addmm addmv baddbmm bmm chain_matmul conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d

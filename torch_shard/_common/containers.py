@@ -28,3 +28,16 @@ def mapped(value: Any, function: Callable[[Any, Any], Any]) -> Any:
 def as_tuple(cls: type[tuple[Any, ...]], items: Iterable[Any]) -> tuple[Any, ...]:
     """A tuple of a class, which may be a named one."""
     return cls(*items) if hasattr(cls, "_fields") else cls(items)
+
+
+class Same:
+    """Equal if it is the same object: tensors have no equality that is one truth."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)

@@ -1,4 +1,4 @@
-"""Reading FX graphs: their nodes' arguments and outputs, which PyTorch types as anything."""
+"""Reading FX graphs, and trees of tensors: arguments and outputs, which PyTorch types as anything."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
@@ -6,8 +6,9 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument
+from torch.utils import _pytree as torch_pytree
 
-from torch_shard._common.types import Operator
+from torch_shard._common.types import Operator, PyTree
 
 
 def args_of(node: Node) -> tuple[Any, ...]:
@@ -172,3 +173,8 @@ def is_pointwise(node: Node) -> bool:
     """Tell whether an operator does the same to each element."""
     tagged = torch.Tag.pointwise in getattr(node.target, "tags", ())
     return aten_name(node) != "" and (tagged or aten_name(node) in COPIES or aten_name(node) == "_to_copy")
+
+
+def tensors_in(tree: PyTree) -> list[torch.Tensor]:
+    """The tensors among the leaves of a tree."""
+    return [leaf for leaf in torch_pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

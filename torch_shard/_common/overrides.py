@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
 from torch.fx import Node
 
 from torch_shard._common.patching import Owner
@@ -163,6 +163,11 @@ def is_plain(tensors: Sequence[torch.Tensor]) -> bool:
         and not torch.is_autocast_enabled("cpu")
         and not is_transformed(tensors)
     )
+
+
+def in_transform() -> bool:
+    """Tell whether a transform of torch.func is under way."""
+    return maybe_current_level() is not None
 
 
 def is_transformed(tensors: Sequence[torch.Tensor]) -> bool:

@@ -13,8 +13,9 @@ import jax
 import numpy as np
 import torch
 
-from torch_shard._capture import find_generators, state_of
+from torch_shard._capture import find_generators
 from torch_shard._common.caller import caller
+from torch_shard._common.generators import state_of
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call, is_integer
 from torch_shard._device import HostRows

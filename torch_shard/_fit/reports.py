@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from torch_shard._capture import is_metric
 from torch_shard._common.printed import replacing
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call
@@ -258,6 +257,11 @@ class _Predict(ApplyStep):
     caller = "fit"
 
 
+def _gathers(compute: object) -> bool:
+    """Tell whether it is an object that takes up batches, as torchmetrics has them, rather than a function."""
+    return all(callable(getattr(compute, name, None)) for name in ("update", "compute", "reset"))
+
+
 class Predictions:
     """What `predict` returns for the batches of an evaluation, and the metrics of all of it.
 
@@ -276,7 +280,7 @@ class Predictions:
                 "fit: compute_metrics= and predict= go together: predict(model, batch) returns the tensors that "
                 "compute_metrics takes, as in predict=lambda model, batch: (model(batch[0]), batch[1])."
             )
-        if not is_metric(compute):
+        if not _gathers(compute):
             check_call("compute_metrics", compute, "predictions")
         check_call("predict", predict, "model", "batch")
         self.step = _Predict(step.model, cast(Any, predict), step.options.for_evaluation())
@@ -285,14 +289,14 @@ class Predictions:
     def begin(self) -> None:
         """Forget the evaluation before."""
         self._batches = []
-        if is_metric(self._compute):
+        if _gathers(self._compute):
             self._compute.reset()
 
     def add(self, state: TrainState, batch: ShardedBatch) -> None:
         """Take up those of a batch, as CPU tensors with all its rows; what is in 16 bits as float32."""
         # NumPy and scikit-learn, in which metrics are often written, have no bfloat16. Nothing is lost by it.
         found = jax.tree.map(_widened, gather(self.step(state, batch)))
-        if not is_metric(self._compute):
+        if not _gathers(self._compute):
             self._batches.append(found)
         elif isinstance(found, Mapping):
             self._compute.update(**found)
@@ -301,8 +305,8 @@ class Predictions:
 
     def metrics(self) -> dict[str, float]:
         """The metrics of all of them."""
-        found = self._compute.compute() if is_metric(self._compute) else self._of_all()
-        if isinstance(found, torch.Tensor) and is_metric(self._compute):
+        found = self._compute.compute() if _gathers(self._compute) else self._of_all()
+        if isinstance(found, torch.Tensor) and _gathers(self._compute):
             found = {type(self._compute).__name__: found}
         if not isinstance(found, Mapping):
             raise TypeError(f"fit: compute_metrics must return a dict of numbers, got {type(found).__name__}.")

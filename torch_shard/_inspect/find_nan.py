@@ -21,8 +21,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 
-from torch_shard._capture import current_user_line, tensors_in
+from torch_shard._capture import current_user_line
 from torch_shard._common.caller import public
+from torch_shard._common.fx import tensors_in
 from torch_shard._common.printed import replacing
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind

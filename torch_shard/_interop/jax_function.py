@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr
 from torch.fx import has_side_effect
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_shard._capture import ModuleFlags, as_captured, hold, is_literal, outside_capture
+from torch_shard._capture import ModuleFlags, as_captured, current_mode, is_literal, outside_capture
 from torch_shard._common.axes import into_shares, sum_shares, tracked_axes, vary, vjp_of_chosen
 from torch_shard._common.dtypes import captured_dtype, jax_dtype
 from torch_shard._common.fx import args_of
@@ -184,6 +184,13 @@ def _run_now(fn: FlatJaxFn, *tensors: torch.Tensor) -> list[torch.Tensor]:
     return [wrap_array(a) for a in fn(*map(to_array, tensors))]
 
 
+def _hold(value: object) -> None:
+    """Keep alive what an operator names by number, until the graph of the capture under way is complete."""
+    capture_mode = current_mode()
+    if capture_mode is not None:
+        capture_mode.held.append(value)
+
+
 def _run_captured(fn: FlatJaxFn, *tensors: torch.Tensor) -> list[torch.Tensor]:
     shapes = [jax.ShapeDtypeStruct(tuple(t.shape), jax_dtype(t.dtype)) for t in tensors]
     handle = next(_HANDLES)
@@ -191,7 +198,7 @@ def _run_captured(fn: FlatJaxFn, *tensors: torch.Tensor) -> list[torch.Tensor]:
         traced, results = _trace(fn, shapes)
     called = _Called(fn, traced, [(tuple(r.shape), captured_dtype(r.dtype)) for r in results])
     _FUNCTIONS[handle] = called
-    hold(called)
+    _hold(called)
     effects = [effect for effect in traced.effects if type(effect).__name__ != "NamedAxisEffect"]  # as JAX itself
     op = torch.ops.torch_shard.call_for_effect if effects else torch.ops.torch_shard.call
     return op(handle, list(tensors))
@@ -200,7 +207,7 @@ def _run_captured(fn: FlatJaxFn, *tensors: torch.Tensor) -> list[torch.Tensor]:
 def _run_known(fn: KnownFunction, *tensors: torch.Tensor) -> list[torch.Tensor]:
     if fn.operator is not None:
         return fn.operator(*tensors)
-    hold(fn)
+    _hold(fn)
     return torch.ops.torch_shard.call(fn.handle, list(tensors))
 
 

@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 from torch._library.custom_ops import OPDEFS
 from torch.utils import _pytree as torch_pytree
 
-from torch_shard._capture import as_captured, in_transform
+from torch_shard._capture import as_captured
 from torch_shard._common.caller import caller, error_prefix, public
-from torch_shard._common.overrides import FUNCTIONS, replace_in
+from torch_shard._common.overrides import FUNCTIONS, in_transform, replace_in
 from torch_shard._common.types import Operator, PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._interop.jax_function import CLOSURE, run_known

@@ -17,10 +17,10 @@ from torch import nn
 from torch.overrides import resolve_name
 from torch.utils import _pytree as torch_pytree
 
-from torch_shard._capture import current_mode, in_transform, outline, widened, within_operator
+from torch_shard._capture import current_mode, current_values, outline
 from torch_shard._common.autocast_policy import LOWER, PRODUCTS
 from torch_shard._common.caller import caller, error_prefix, public
-from torch_shard._common.overrides import ATTRIBUTES, FUNCTIONS, HELD, Attribute, replace_in
+from torch_shard._common.overrides import ATTRIBUTES, FUNCTIONS, HELD, Attribute, in_transform, replace_in
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, signature_of
 from torch_shard._interop.jax_function import like, run_known
@@ -223,7 +223,7 @@ class _Override:
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if self in _LEFT.get():
             return self.place.function(*args, **kwargs)
-        is_users = current_mode() is not None and not within_operator() and not in_transform()
+        is_users = current_mode() is not None and not current_values().is_within_operator() and not in_transform()
         if not is_users or not self._is_wanted(args, kwargs):
             return self._by_torch(*args, **kwargs)
         args, kwargs = _as_autocast_has_them(self.place.function, args, kwargs)
@@ -339,7 +339,9 @@ def _as_autocast_has_them(
     function: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     """The arguments of a function of torch in the precision in which autocast would run it."""
-    args, kwargs = widened(function, args, kwargs)
+    capture_mode = current_mode()
+    assert capture_mode is not None
+    args, kwargs = capture_mode.widened(function, args, kwargs)
     if not torch.is_autocast_enabled("cpu") or getattr(function, "__name__", "") not in PRODUCTS:
         return args, kwargs
     if _name_in_torch(function) is None:

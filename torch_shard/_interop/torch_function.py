@@ -20,8 +20,6 @@ from torch_shard._capture import (
     Reads,
     Spec,
     TensorFn,
-    active_regions,
-    binding,
     current_mode,
     is_literal,
     repeating,
@@ -76,7 +74,9 @@ class FlatFunction:
 
     def _bind(self, closure: tuple[torch.Tensor, ...]) -> "FlatFunction":
         def bound(*inputs: torch.Tensor) -> Any:
-            with binding(closure, inputs[-len(closure) :]):
+            capture_mode = current_mode()
+            assert capture_mode is not None
+            with capture_mode.binding(closure, inputs[-len(closure) :]):
                 return self.fn(*inputs[: -len(closure)])
 
         return FlatFunction(bound, self.what, closure)
@@ -152,7 +152,7 @@ class FlatFunction:
         closure = _Tensors(self.program(arrays, no_grad).graph.closure)
         values = CLOSURE.values(closure)
         refuse_explicit(values, self.what)
-        return self.differentiable(no_grad, closure, active_regions())(key, *arrays, *values)
+        return self.differentiable(no_grad, closure, ActiveRegions.here())(key, *arrays, *values)
 
     def _vjp(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> "FlatFunction":
         """`(*primals, *cotangents of the given outputs) -> gradients of the wanted primals`."""

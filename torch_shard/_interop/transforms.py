@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torch_shard._capture import ModuleFlags, bound_tensors, flags_hold
+from torch_shard._capture import ModuleFlags, current_mode
 from torch_shard._common.axes import into_shares, sum_shares, tracked_axes
 from torch_shard._common.caller import error_prefix, public
 from torch_shard._common.convert import adopt_torch_nodes
@@ -91,7 +91,9 @@ class _Variant:
 
     def is_current(self) -> bool:
         """Tell whether modules still have the training flags, and what was read the values, of the trace."""
-        return all(map(flags_hold, self.flags)) and all(program.graph.is_current() for program in self.programs)
+        return all(flags.hold() for flags in self.flags) and all(
+            program.graph.is_current() for program in self.programs
+        )
 
     def __call__(self, key: Key, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
         if len(args) not in self.compiled:
@@ -167,7 +169,9 @@ class _TorchGradient:
 
     def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         positions = as_positions("argnums", self.argnums, [f"argument {number}" for number in range(len(args))])
-        tensors = [*jax.tree.leaves((args, kwargs)), *bound_tensors()]
+        capture_mode = current_mode()
+        bound = () if capture_mode is None else capture_mode.bound  # fakes of closed-over tensors
+        tensors = [*jax.tree.leaves((args, kwargs)), *bound]
         again = any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
         given = list(args)
         for position in positions:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
-from torch_shard._capture import ModuleFlags, active_regions, add_modules, current_mode, flags_hold, is_fake
+from torch_shard._capture import ActiveRegions, ModuleFlags, current_mode, is_fake
 from torch_shard._common.caller import caller, error_prefix, public
 from torch_shard._common.convert import Rest, adopt_torch_nodes, flatten, take_out
 from torch_shard._common.random import NeedsKey, next_key, wrap_seed
@@ -70,7 +70,7 @@ class _CallSite:
 
     def fits(self, settings: object) -> bool:
         """Tell whether the programs that belong to it mean the same now."""
-        return self.settings == settings and all(map(flags_hold, self.flags))
+        return self.settings == settings and all(flags.hold() for flags in self.flags)
 
 
 _SITES: weakref.WeakKeyDictionary[Callable[..., object], list[_CallSite]] = weakref.WeakKeyDictionary()
@@ -100,7 +100,7 @@ def _call(
     captured = current_mode() is not None or any(map(is_fake, tensors))
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     site = _CallSite() if captured else _site_of(pure) if lasts and needs_grad else None
-    autocast = active_regions()  # JAX also traces when the region is over, for derivatives
+    autocast = ActiveRegions.here()  # JAX also traces when the region is over, for derivatives
     key = next_key() if random and not captured else None
     out: list[Rest] = []
     views: list[bool] = []
@@ -129,9 +129,10 @@ def _call(
         tensors.append(draw_seed(tensors))
     closure = [] if site is None else site.closure
     results = run_flat(flat, tensors, closure, captured=captured)
-    if captured and site is not None:
+    capture_mode = current_mode()
+    if captured and site is not None and capture_mode is not None:
         for flags in site.flags:
-            add_modules(flags)
+            capture_mode.add_modules(flags)
     return out[0].filled(results)
 
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import torch
 
-from torch_shard._capture import Captured, Guard, HostInputs, HostPart, Mismatch, ModuleFlags, bits_of, made_buffers
+from torch_shard._capture import Captured, Guard, HostInputs, HostPart, Mismatch, ModuleFlags, bits_of
 from torch_shard._common.convert import to_host
 from torch_shard._common.types import PyTree
 from torch_shard._device import to_cpu
@@ -355,7 +355,7 @@ def outline_of_loss(graph: Captured[LossShape], calls: Mapping[int, Call], other
         tuple(shape.without_grad),
         shape.metrics,
         tuple((id(ref()), flag) for ref, flag in others),
-        tuple((name, bits_of(value), persistent) for name, value, persistent in made_buffers(graph.changed)),
+        tuple((name, bits_of(value), persistent) for name, value, persistent in graph.changed.made_buffers()),
         tuple(map(id, graph.graded)),
         calls_outlined,
     )

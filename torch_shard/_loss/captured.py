@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from torch_shard._capture import Guard, HostInputs, ModuleFlags, flags_hold, made_buffers, module_roots
+from torch_shard._capture import Guard, HostInputs, ModuleFlags
 from torch_shard._loss.answers import Answers, HostValues, outline_of_loss
 from torch_shard._loss.joint import LossShape
 from torch_shard._lowering import GraphOutline
@@ -39,23 +39,21 @@ class CapturedLoss:
     ) -> None:
         self.program, self.rolled, self.groups = captured
         self.answers = Answers(self.program.graph)
-        self.made_buffers = made_buffers(self.program.graph.changed)
+        self.made_buffers = self.program.graph.changed.made_buffers()
         self.effects = self.program.graph.effects
         self._reads = reads
         self._look_again = look_again
 
         # A reference that is dead by now was to a scaffold of the capture.
         of_model = {None, *model.modules()}
-        self.others: ModuleFlags = tuple(
-            (ref, flag) for ref, flag in self.program.graph.modules if ref() not in of_model
-        )
+        self.others = ModuleFlags((ref, flag) for ref, flag in self.program.graph.modules if ref() not in of_model)
 
         modules = dict(cast(Iterable[tuple[str, torch.nn.Module]], model.named_modules()))
         for ref, _ in self.others:
             module = ref()
             if module is not None:
                 modules[f"{type(module).__name__} ({id(module)})"] = module
-        self._attributes = Guard(module_roots(modules.items(), model), without=self.effects.unread_places)
+        self._attributes = Guard.of_modules(modules.items(), model, self.effects.unread_places)
 
     @functools.cached_property
     def outline(self) -> GraphOutline:
@@ -95,7 +93,7 @@ class CapturedLoss:
 
     def outdated(self) -> str | None:
         """Say what has changed since the capture, of all that the signature does not tell; None if nothing has."""
-        if not flags_hold(self.others):
+        if not self.others.hold():
             return "a module beside the model was switched between train() and eval()"
 
         name = self.effects.outdated()

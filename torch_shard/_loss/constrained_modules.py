@@ -11,8 +11,8 @@ import torch
 from jax.sharding import Mesh
 from torch import nn
 
-from torch_shard._capture import in_transform
 from torch_shard._common.caller import caller
+from torch_shard._common.overrides import in_transform
 from torch_shard._common.patching import patched
 from torch_shard._common.types import PyTree
 from torch_shard._lowering import constrained

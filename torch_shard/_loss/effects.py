@@ -7,14 +7,14 @@ which waits when it is read. As soon as the step is through, a later call puts t
 import collections
 import functools
 import json
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import torch
 from jax.core import Tracer
 
-from torch_shard._capture import ABSENT, EffectPlan, LateNumber, Place, Write, evaluated, is_number
+from torch_shard._capture import EffectPlan, LateNumber
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import to_host
 from torch_shard._common.types import PyTree
@@ -95,57 +95,13 @@ class Doing:
             for call in plan.calls:
                 args, kwargs = call.arguments(items, old, items.tensor)
                 call.function(*args, **kwargs)
-            self._write(plan, items, old)
 
-    def _write(self, plan: EffectPlan, items: StepItems, old: Mapping[Hashable, Any]) -> None:
-        made_parents = set[int]()
-        for write in plan.writes:
-            # Where the container is not there (it is made at the first step, or was set to None), it is made with all
-            # that is to be in it, and further writes into it are done by that.
-            parent = write.parent
-            if parent is not None and id(parent) in made_parents:
-                continue
-            if parent is not None and _is_nothing(parent.get()):
-                self._set(parent, write.if_absent, items, old)
-                made_parents.add(id(parent))
-            elif write.action == "set":
-                self._set(write.place, write.template, items, old)
-            else:
-                self._add(write, items, old)
-
-    def _set(self, place: Place, template: Any, items: StepItems, old: Mapping[Hashable, Any]) -> None:
-        value = self._value(template, items, old)
-        place.set(value)
-        if type(value) is LateNumber:
-            self._wait_at(place, None, value, items)
-
-    def _add(self, write: Write, items: StepItems, old: Mapping[Hashable, Any]) -> None:
-        container = write.place.get()
-        values = [self._value(template, items, old) for template in write.template]
-
-        if write.action == "refill":
-            container.clear()
-        if write.action in ("extend", "refill"):
-            container.extend(values)
-        elif isinstance(container, collections.deque):
-            container.extendleft(reversed(values))
-        else:
-            container[:0] = values
-
-        for value in values:
-            if type(value) is LateNumber:
-                self._wait_at(None, container, value, items)
-
-    def _value(self, template: Any, items: StepItems, old: Mapping[Hashable, Any]) -> Any:
-        """What is written: a late number where the step is not through, and waiting for it can be put off."""
-        if not is_number(template) or items.is_ready:
-            return evaluated(template, items, old, items.kept_tensor)
-        value = functools.cache(lambda: evaluated(template, items, old, items.kept_tensor))
-        return LateNumber(template, lambda _: value(), is_known=True)
-
-    def _wait_at(self, place: Place | None, container: Any, number: LateNumber, items: StepItems) -> None:
-        _let_json_read_late_numbers()
-        self._waiting.append((place, container, number, items))
+            # Where the step is not through, waiting for its numbers can be put off.
+            put_off = None if items.is_ready else _late_number
+            late = plan.write(items, old, items.kept_tensor, put_off)
+            if late:
+                _let_json_read_late_numbers()
+            self._waiting += [(*where, items) for where in late]
 
     def _settle(self) -> None:
         """Put plain numbers where late ones are, of steps that are through."""
@@ -163,8 +119,8 @@ class Doing:
                     break
 
 
-def _is_nothing(value: object) -> bool:
-    return value is ABSENT or value is None
+def _late_number(expression: Any, value: Callable[[], Any]) -> LateNumber:
+    return LateNumber(expression, lambda _: value(), is_known=True)
 
 
 @functools.cache

@@ -13,11 +13,9 @@ from torch_shard._capture import (
     Precision,
     Spec,
     TensorFn,
-    binding,
+    current_mode,
     current_values,
-    float16_refused,
-    note,
-    runs_user_backward,
+    user_leaves,
 )
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import flatten
@@ -112,7 +110,9 @@ class JointLoss:
             if self._host:
                 buffers = {name: tensors[name] for name in self._holdings.buffers if name in tensors}
                 current_values().specialise(self._host, buffers, batch)
-            note([("", self._source.model), ("loss_fn", self._source.loss_fn)])
+            capture_mode = current_mode()
+            assert capture_mode is not None
+            capture_mode.note([("", self._source.model), ("loss_fn", self._source.loss_fn)])
 
             with contextlib.ExitStack() as stack:
                 if self.context:
@@ -125,7 +125,7 @@ class JointLoss:
                     stack.enter_context(eval_mode(self._source.model))
                     stack.enter_context(torch.no_grad())
                 else:
-                    stack.enter_context(float16_refused())
+                    stack.enter_context(Precision.without_float16())
                 stack.enter_context(holding(self._source.model, self._module_tensors(tensors, regions)))
                 outputs = self._run(tensors, batch, regions.check if regions else None)
                 if regions:
@@ -257,7 +257,7 @@ def _derivatives(
 ) -> Sequence[torch.Tensor | None]:
     """Gradients; by `backward` where some may land in `.grad` only, which costs the capture a node for each."""
     try:
-        if all(leaf.grad is None for leaf in leaves) and not runs_user_backward([loss]):
+        if all(leaf.grad is None for leaf in leaves) and user_leaves([loss]) is None:
             return torch.autograd.grad(loss, leaves, seed, allow_unused=True)
         loss.backward(seed)
     except RuntimeError as error:
@@ -300,9 +300,11 @@ def holding(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Generator
         if isinstance(original, nn.Parameter):
             # isinstance(tensor, nn.Parameter) asks for this attribute, of which modules make decisions.
             new[id(original)]._is_param = True
+    capture_mode = current_mode()
+    assert capture_mode is not None
     try:
         # A parameter may stand in a list or a closure, too, from where the forward pass reads it.
-        with binding([originals[name] for name in tensors], list(new.values())):
+        with capture_mode.binding([originals[name] for name in tensors], list(new.values())):
             yield
     finally:
         for entries, name, original in places:

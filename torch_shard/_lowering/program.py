@@ -1,33 +1,24 @@
 """A captured torch callable with its lowering, and the settings of the world around it that it was captured for."""
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 import jax
 import torch
 
 from torch_shard._capture import (
-    Aux,
     Captured,
-    Change,
     Guard,
     Spec,
-    StaleTensor,
     TensorFn,
     canonical_form,
     capture,
-    depends_on_inputs,
     is_capturing,
     leave_users_frames,
-    made_buffers,
-    module_roots,
-    new_values,
-    replaces_tensors,
 )
 from torch_shard._common.axes import manual_axes, still_hold, tracked_axes
 from torch_shard._common.dtypes import has_x64
@@ -39,6 +30,8 @@ from torch_shard._lowering.rounding import warn_of_rounding
 from torch_shard._lowering.second_look import Looks, refuse_change
 
 logger = logging.getLogger(__name__)
+
+Aux = TypeVar("Aux")
 
 
 class Program(Generic[Aux]):
@@ -101,7 +94,7 @@ class Program(Generic[Aux]):
             module = reference()
             if module is not None:
                 modules.append((type(module).__name__, module))
-        roots = Guard(module_roots(modules, torch.nn.Module()))
+        roots = Guard.of_modules(modules)
         self.graph = dataclasses.replace(self.graph, guards=(guard, roots))
         return self
 
@@ -133,14 +126,14 @@ class Program(Generic[Aux]):
         if not changed:
             return
         first = canonical_form(self.graph, self._inner())
-        with new_values(changed), _explaining(changed, what):
-            made_buffers(changed)
+        with changed.in_place(), changed.explained(what):
+            changed.made_buffers()
             second = capture(fn, specs, keep=keeps_whole)
 
         if not self._means_the_same(first, second) or self._differs_later(fn, specs, second):
             # A table that is made at the first call is found from the second on: that one is the program.
             is_proved = not list(self._inner()) and self.graph.host is None
-            if not is_proved and all(map(_is_of_constants, changed)):
+            if not is_proved and changed.are_of_constants():
                 self.graph = dataclasses.replace(second, changed=changed)
                 return
             names = ", ".join(change.what for change in changed)
@@ -149,22 +142,20 @@ class Program(Generic[Aux]):
                 "the same for every call. Make it a buffer (register_buffer, a tensor), which the program can carry."
             )
 
-        for change in changed:
-            if depends_on_inputs(change):
-                logger.warning(
-                    "forward writes %s; a compiled step does not keep such writes. Return the value in the metrics, or "
-                    "register a buffer.",
-                    change.what,
-                )
+        for change in changed.that_depend_on_inputs():
+            logger.warning(
+                "forward writes %s; a compiled step does not keep such writes. Return the value in the metrics, or "
+                "register a buffer.",
+                change.what,
+            )
 
     def _differs_later(self, fn: TensorFn[Aux], specs: Sequence[Spec], second: Captured[Aux]) -> bool:
         """Tell whether a count that the callable keeps makes it another program after many calls."""
-        values_then = {change.path: change.new for change in second.changed}
-        later = [change.after(_MANY_CALLS, values_then.get(change.path)) for change in self.graph.changed]
+        later = self.graph.changed.after(_MANY_CALLS, second.changed)
         if later == self.graph.changed:
             return False
         try:
-            with new_values(later):
+            with later.in_place():
                 first = canonical_form(self.graph, self._inner())
                 return not self._means_the_same(first, capture(fn, specs, keep=keeps_whole))
         except Exception:
@@ -183,32 +174,6 @@ class Program(Generic[Aux]):
 
 # Beyond what a warmup takes, and a multiple of usual intervals.
 _MANY_CALLS = 1_008_000
-
-
-def _is_of_constants(change: Change) -> bool:
-    """Tell whether a callable has left, where no tensor was, tensors that depend on no input; or names of buffers."""
-    if change.name == "_non_persistent_buffers_set":
-        return True
-    return bool(change.tensors) and not replaces_tensors(change) and not depends_on_inputs(change)
-
-
-@contextlib.contextmanager
-def _explaining(changes: Sequence[Change], what: str) -> Iterator[None]:
-    """Say by which attribute a tensor of one call comes back in the next."""
-    try:
-        yield
-    except StaleTensor as error:
-        for change in changes:
-            if any(tensor is error.tensor for tensor in change.tensors):
-                break
-        else:
-            raise
-        name = change.name if isinstance(change.old, torch.Tensor) else change.path.rpartition(".")[2]
-        raise NotImplementedError(
-            f"{error.line}\n{what} reads {change.what}, a tensor, and writes it: it carries a "
-            "value from call to call, which a compiled program does only in a buffer. Register it in __init__: "
-            f"self.register_buffer({name!r}, tensor, persistent=False); forward stays as it is."
-        ) from error
 
 
 def _missing_error(fn: TensorFn[Aux], specs: Sequence[Spec], what: str) -> NotImplementedError:

@@ -19,11 +19,24 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from torch_shard._capture import DEVICE_OF, NUMBERS, Same, current_mode, read_by
+from torch_shard._capture import current_mode, read_by
+from torch_shard._common.containers import Same
 from torch_shard._common.overrides import OPERATORS
 from torch_shard._common.patching import patched
 
-_VALUES = (*NUMBERS, complex, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_VALUES = (
+    bool,
+    int,
+    float,
+    str,
+    complex,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 
 _CHECKPOINT = "torch.utils.checkpoint"  # packs nothing: it computes again what was computed
 
@@ -52,7 +65,7 @@ class Fingerprint(TorchDispatchMode):
         self.refused = self.refused or why
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is DEVICE_OF:
+        if func is torch.ops.prim.device.default:
             return args[0].fake_device
         kwargs = kwargs or {}
         given = self._encode((args, kwargs))

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from torch_shard._capture import add_modules, casting, current_mode, in_transform, leave, untraced
+from torch_shard._capture import ActiveRegions, current_mode, leave, untraced
+from torch_shard._common.overrides import in_transform
 from torch_shard._common.patching import patched
 from torch_shard._scan.fingerprint import Fingerprint, hooks_refused
 from torch_shard._scan.layer_call import BundledParameter, LayerCall, OuterCapture, adopted, saving_plainly
@@ -50,7 +51,8 @@ class LayerInterceptor:
         self._counts: dict[Siblings, int] = {}
         self._latest: dict[int, Region] = {}
         self._layer: LayerCall | None = None  # the one that is under way
-        self._around = OuterCapture({}, casting(), self.note)  # autocast around the whole is around its backward pass
+        # autocast around the whole is around its backward pass
+        self._around = OuterCapture({}, ActiveRegions.devices(), self.note)
         self.restart: Restart | None = None
         """Why the capture must start again, if it must."""
         self._first = next(_CAPTURES) << 32
@@ -129,7 +131,9 @@ class LayerInterceptor:
         call, arguments = layer.call(region, number, group.members[id(module)])
         handle = self._first + len(self.calls)
         self.calls[handle] = CALLS[handle] = call
-        add_modules(region.graph.modules)
+        capture_mode = current_mode()
+        assert capture_mode is not None
+        capture_mode.add_modules(region.graph.modules)
         return layer.results(handle, region, arguments)
 
     def _region(self, layer: LayerCall, group: Siblings, number: int) -> Region | None:

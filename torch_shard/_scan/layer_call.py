@@ -18,16 +18,13 @@ from torch_shard._capture import (
     Spec,
     as_captured,
     autocast_only,
-    binding,
     capture,
     current_mode,
     current_values,
-    equate,
     leave,
-    leaves_behind,
     rehearse,
-    runs_user_backward,
     unknown_like,
+    user_leaves,
 )
 from torch_shard._lowering import keeps_whole, missing_lowerings
 from torch_shard._scan.fingerprint import Fingerprint
@@ -79,7 +76,7 @@ class LayerCall:
         """Run the module, once; new buffers are taken back."""
         capture_mode = current_mode()
         assert capture_mode is not None
-        with binding(list(self.buffers.values()), buffers), torch.set_grad_enabled(self.grad), self.record:
+        with capture_mode.binding(list(self.buffers.values()), buffers), torch.set_grad_enabled(self.grad), self.record:
             for parameter in self.parameters:
                 if id(parameter) in self._around.bundled:
                     capture_mode.adopt(parameter)
@@ -171,7 +168,7 @@ class LayerCall:
         assert capture_mode is not None
         wanted = {id(tensor): fake for fake, tensor in capture_mode.standins() if fake.requires_grad}
         fakes = list(wanted.values())
-        others = leaves_behind(chosen) if runs_user_backward(chosen) else []  # so that all of it runs
+        others = user_leaves(chosen) or []  # so that all of it runs
         with autocast_only(self._around.cast_backward):  # the layer may run within autocast, its backward pass after it
             grads = torch.autograd.grad(chosen, [*fakes, *others], cotangents, allow_unused=True)[: len(fakes)]
         if capture_mode.uses_grad or any(fake.grad is not None for fake in fakes):
@@ -238,13 +235,10 @@ class LayerCall:
             held[key] = new[id(tensor)]  # a new tensor: Python may hold the old one still
         region.made = region.made or self.record.tensors()
         for number, fake in self.record.tensors().items():
-            if region.made[number] is not fake:
-                equate(fake, region.made[number])
             result = new.get(id(fake))
-            leave(
-                fake,
-                functools.partial(self._used, region, number) if result is None else functools.partial(_itself, result),
-            )
+            used = functools.partial(self._used, region, number)
+            value = used if result is None else functools.partial(_itself, result)
+            leave(fake, value, repeats=region.made[number])
         return self._returned(new)
 
     def _used(self, region: Region, number: int) -> torch.Tensor:

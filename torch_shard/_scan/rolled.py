@@ -2,14 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import jax
 from jax.sharding import PartitionSpec
 from torch import nn
 from torch.fx import GraphModule
 
-from torch_shard._capture import Aux, Spec, TensorFn
+from torch_shard._capture import Spec, TensorFn
 from torch_shard._lowering import ROWS, SEQUENCE, Program, RowSplit, draws_random, untie_gradients
 from torch_shard._scan.dims import Dim, note_rows
 from torch_shard._scan.execute import Inputs, Result, execute
@@ -20,6 +20,8 @@ from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call
 from torch_shard._scan.reroll import Loop, reroll
 from torch_shard._scan.siblings import LEAST, GraphInput, Refused, Restart, Siblings, Unbundled, find_siblings, names_of
 from torch_shard._sharding import LossFn, Stages
+
+Aux = TypeVar("Aux")
 
 SHOWN = 6
 

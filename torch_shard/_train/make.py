@@ -12,7 +12,7 @@ import optax
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
-from torch_shard._capture import MixedPrecision
+from torch_shard._common.autocast_policy import MixedPrecision
 from torch_shard._common.caller import near_misses, public
 from torch_shard._scan import Remat, ScanLayers
 from torch_shard._sharding import LossFn, PlanFn, ShardingPlan, plan_for

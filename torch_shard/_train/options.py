@@ -9,7 +9,8 @@ import jax
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
-from torch_shard._capture import MixedPrecision, Precision
+from torch_shard._capture import Precision
+from torch_shard._common.autocast_policy import MixedPrecision
 from torch_shard._common.caller import caller
 from torch_shard._common.validate import check_count, check_kind, is_integer
 from torch_shard._device import BatchLayout

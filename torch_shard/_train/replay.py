@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 
-from torch_shard._capture import Precision, undone
+from torch_shard._capture import Precision
 from torch_shard._common.types import PyTree
 from torch_shard._device import JaxTensor, ReplayRNG, to_cpu, to_host_by_name
 from torch_shard._hosts import follow
@@ -116,7 +116,7 @@ class Replay:
 
     def forward(self, batch: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
         """The loss and metrics of a microbatch."""
-        with self._precision.active("cpu"), undone(self._effects), _FromDevice():
+        with self._precision.active("cpu"), self._effects.undone(), _FromDevice():
             return split_loss(self._step.loss_fn(self.model, batch))
 
     def backward(self, loss: torch.Tensor) -> None:

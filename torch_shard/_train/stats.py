@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from torch_shard._capture import tensors_in
 from torch_shard._common.caller import error_prefix
+from torch_shard._common.fx import tensors_in
 from torch_shard._common.printed import MARGIN, Picture, aligned, save_svg, width_of
 from torch_shard._state import TrainState
 from torch_shard._train.placing import ShardedBatch

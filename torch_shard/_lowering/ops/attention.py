@@ -23,11 +23,12 @@ import jax.numpy as jnp
 import torch
 import torch.nn.functional as F
 
-from torch_shard._capture import Seen, annotated, autocast_only, seen_through
+from torch_shard._capture import annotated, autocast_only
 from torch_shard._common.autocast_policy import LOWER
 from torch_shard._common.overrides import captured_op, gradients_again, instead_of, is_plain, is_transformed
 from torch_shard._lowering.ops.attention_blocks import LONG, in_blocks, in_blocks_backward
 from torch_shard._lowering.ops.attention_context import on_mesh
+from torch_shard._lowering.ops.attention_masks import Seen, seen_through
 from torch_shard._lowering.ops.context import current_context, gathered
 from torch_shard._lowering.ops.dropout import MOST_DRAWN, KeptWeights
 from torch_shard._lowering.ops.registry import lowers

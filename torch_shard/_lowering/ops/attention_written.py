@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import torch
 from torch.fx import Node
 
-from torch_shard._capture import Seen, annotated, as_captured, autocast_only, seen_through
+from torch_shard._capture import annotated, as_captured, autocast_only
 from torch_shard._common.fx import RESHAPES, args_of, aten_name, call_before, new_before, shape_of, target_of
 from torch_shard._common.overrides import captured_op, digest_of, instead_of_attribute, is_transformed, rewrites
 from torch_shard._lowering.ops.attention import WHY, Form, as_autocast_has_it, attend, refusal
+from torch_shard._lowering.ops.attention_masks import Seen, seen_through
 from torch_shard._lowering.ops.context import gathered
 from torch_shard._lowering.ops.registry import lowers
 

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch.fx import Node
 
-from torch_shard._capture.constants import in_eager_torch
-from torch_shard._capture.data_dependence import constant_value, traced
+from torch_shard._capture import current_values, in_eager_torch
 from torch_shard._common.fx import COPIES, args_of, aten_name, shape_of
 
 Interval = tuple[torch.Tensor, torch.Tensor]
@@ -126,7 +125,7 @@ def seen_through(mask: torch.Tensor, size: tuple[int, int]) -> Seen | None:
     """
     if mask.ndim < 2 or mask.requires_grad or not mask.numel():
         return None
-    if (value := constant_value(mask)) is not None:
+    if (value := current_values().constant(mask)) is not None:
         with in_eager_torch():
             return _band([_of_value(value, size)], size)
     if mask.dtype is not torch.bool or mask.shape[-1] != size[1]:
@@ -143,7 +142,7 @@ def _is_one(mask: torch.Tensor, dim: int) -> bool:
 
 def _by_segments(mask: torch.Tensor, size: tuple[int, int]) -> Seen | None:
     """What a mask of (B, 1, T, S) says that joins, by `&`, constant ones with others of the batch."""
-    if (of_trace := traced(mask)) is None:
+    if (of_trace := current_values().traced(mask)) is None:
         return None
     node, constant = of_trace
     parts = _conjuncts(node)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import Graph, Node
 
-from torch_shard._capture.attention_masks import interval_of
+from torch_shard._lowering.ops.attention_masks import interval_of
 
 COMPARISONS = {"le": operator.le, "lt": operator.lt, "ge": operator.ge, "gt": operator.gt, "eq": operator.eq}
 NUMBERS = st.lists(st.integers(-3, 6), min_size=2, max_size=6)
