@@ -23,13 +23,14 @@ from torch_shard._common.fx import (
 from torch_shard._lowering import CONSTRAINED, spec_apart
 from torch_shard._scan.dims import moved
 
-# Values of a graph with a dim in pieces, and the nodes that are made of them.
+# ---- values of a graph with a dim in pieces, and the nodes that are made of them ----
 
 
 Cut = tuple[int, int]
 """Number of pieces, and the dim from the end."""
 
-aten, ours = torch.ops.aten, torch.ops.torch_shard
+aten = torch.ops.aten
+ours = torch.ops.torch_shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,9 @@ Value = Node | Apart
 def cut_shape(shape: tuple[int, ...], num: int, dim: int) -> tuple[int, ...]:
     """A shape with its dim `dim`, from the end, in so many pieces."""
     at = len(shape) + dim
-    return (*shape[:at], num, shape[at] // num, *shape[at + 1 :])
+    before = shape[:at]
+    after = shape[at + 1 :]
+    return (*before, num, shape[at] // num, *after)
 
 
 def shape_of_value(value: Value) -> tuple[int, ...]:
@@ -105,6 +108,8 @@ class Builder:
     def call(self, at: Node, target: Any, args: tuple[Any, ...], shape: tuple[int, ...], like: Node) -> Node:
         """A new node before `at`, of that shape, with the dtype of `like`."""
         node = new_before(at, target, args, empty(shape, like))
+
+        # A view or a product draws nothing, though the operator in whose place it stands may.
         node.meta = {name: value for name, value in node.meta.items() if not name.startswith("random_")}
         return node
 
@@ -124,27 +129,28 @@ class Builder:
         if isinstance(value, Node):
             return value
         if value.node not in self._merged:
-            self._merged[value.node] = self.reshaped(
-                at, self._held(at, value.node, value.at, value.at + 1), value.shape
-            )
+            on_each_device = self._whole_along(at, value.node, value.at, value.at + 1)
+            self._merged[value.node] = self.reshaped(at, on_each_device, value.shape)
         return self._merged[value.node]
 
     def as_pieces(self, at: Node, value: Value, num: int, dim: int) -> Node:
         """A value in pieces, of which each device has all if they were not apart."""
         if isinstance(value, Apart) and value.cut == (num, dim):
             return value.node
-        node, shape = self.whole(at, value), shape_of_value(value)
-        node = self._held(at, node, len(shape) + dim) if num > 1 else node
+
+        shape = shape_of_value(value)
+        node = self.whole(at, value)
+        if num > 1:
+            node = self._whole_along(at, node, len(shape) + dim)
         return self.reshaped(at, node, cut_shape(shape, num, dim))
 
-    def _held(self, at: Node, node: Node, *dims: int) -> Node:
+    def _whole_along(self, at: Node, node: Node, *dims: int) -> Node:
+        """A value that is not split along these dims."""
         return self.call(at, ours.whole_along.default, (node, list(dims)), shape_of(node), node)
 
 
 Rule = Callable[[Builder, Node, Sequence[Any], Mapping[str, Any]], Any]
 """`(builder, node, arguments with values for nodes, keyword arguments) -> value, or a list of them, or None`."""
-
-aten, ours = torch.ops.aten, torch.ops.torch_shard
 
 TURNS = ("t", "transpose", "permute")
 PRODUCTS = ("mm", "bmm", "matmul")
@@ -167,12 +173,14 @@ def moved_to(node: Node, source: Node, dim: int) -> int | None:
     return None if found is None else found - len(shape_of(node))
 
 
-def cut_in_view(old: tuple[int, ...], given: Cut, new: tuple[int, ...]) -> Cut | None:
+def cut_in_view(old: tuple[int, ...], cut: Cut, new: tuple[int, ...]) -> Cut | None:
     """Where the pieces of a value of shape `old` are in its view; None where they have a dim of their own, or none."""
-    num, dim = given
-    before, size = math.prod(old[: len(old) + dim]), old[dim]
-    for at, found in enumerate(new):
-        if math.prod(new[:at]) == before and found > num and found % num == 0 and size % found == 0:
+    num, dim = cut
+    elements_before = math.prod(old[: len(old) + dim])
+    for at, size in enumerate(new):
+        begins_alike = math.prod(new[:at]) == elements_before
+        has_whole_pieces = size > num and size % num == 0
+        if begins_alike and has_whole_pieces and old[dim] % size == 0:
             return num, at - len(new)
     return None
 
@@ -186,7 +194,8 @@ def _constrained(builder: Builder, node: Node, args: Sequence[Any], named: Mappi
     x, spec, *rest = args
     if not isinstance(x, Apart):
         return None
-    return builder.apart(node, node.target, (x.node, spec_apart(spec, len(x.shape), x.at), *rest), x.cut)
+    spec = spec_apart(spec, len(x.shape), x.at)
+    return builder.apart(node, node.target, (x.node, spec, *rest), x.cut)
 
 
 def _pointwise(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> Value | None:
@@ -194,22 +203,30 @@ def _pointwise(builder: Builder, node: Node, args: Sequence[Any], named: Mapping
     if len(cuts) != 1 or not isinstance(node.meta.get("val"), torch.Tensor):
         return None
     (cut,) = cuts
+    num, dim = cut
 
-    def apart(value: Any) -> Any:
-        if not isinstance(value, Node) or len(shape := shape_of(value)) < -cut[1]:
-            return value.node if isinstance(value, Apart) else value
-        num, dim = cut
-        return builder.reshaped(node, value, cut_shape(shape, 1 if shape[dim] == 1 else num, dim))
+    def operand(value: Any) -> Any:
+        if isinstance(value, Apart):
+            return value.node
+        if not isinstance(value, Node):
+            return value
+        shape = shape_of(value)
+        if len(shape) < -dim:
+            return value  # it has no such dim, and broadcasts along both
+        num_pieces = 1 if shape[dim] == 1 else num
+        return builder.reshaped(node, value, cut_shape(shape, num_pieces, dim))
 
-    positional, kwargs = torch_pytree.tree_map(apart, (tuple(args), named))
-    found = builder.apart(node, node.target, positional, cut)
-    found.node.kwargs = kwargs
-    return found
+    positional, kwargs = torch_pytree.tree_map(operand, (tuple(args), named))
+    result = builder.apart(node, node.target, positional, cut)
+    result.node.kwargs = kwargs
+    return result
 
 
 def _view(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> Value:
     """Elements stay in their order, so that pieces stay apart wherever the new shape has a dim of whole pieces."""
-    x, shape, cut = args[0], shape_of(node), builder.wanted.get(node)
+    x = args[0]
+    shape = shape_of(node)
+    cut = builder.wanted.get(node)
     if cut is None and isinstance(x, Apart):
         cut = cut_in_view(x.shape, x.cut, shape)
     if cut is None:
@@ -222,40 +239,54 @@ def _permute(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[s
     if not isinstance(x, Apart):
         return None
     order = _order(node)
-    dims = [i for dim in order for i in x.both(dim)]
-    return builder.apart(node, aten.permute.default, (x.node, dims), (x.num, order.index(x.at) - len(order)))
+    dims: list[int] = []
+    for dim in order:
+        dims += x.both(dim)
+    new_dim = order.index(x.at) - len(order)
+    return builder.apart(node, aten.permute.default, (x.node, dims), (x.num, new_dim))
 
 
 def _order(node: Node) -> list[int]:
     """The order of dims that a node gives: that of sizes which are their numbers."""
     _, *rest = args_of(node)
-    return list(target_of(node)(torch.empty(*range(len(shape_of(node))), device="meta"), *rest).shape)
+    numbered = torch.empty(*range(len(shape_of(node))), device="meta")
+    return list(target_of(node)(numbered, *rest).shape)
 
 
 def _matmul(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> Value | None:
     left, right = args[:2]
-    dims = [v.dim if isinstance(v, Apart) else None for v in (left, right)]
-    if min(len(shape_of_value(v)) for v in (left, right)) < 2:
+    dims = [factor.dim if isinstance(factor, Apart) else None for factor in (left, right)]
+    if min(len(shape_of_value(factor)) for factor in (left, right)) < 2:
         return None
+
+    # Pieces of the rows of the left factor, or of the columns of the right one, are pieces of the product.
     if dims == [-2, None]:
         return builder.apart(node, ours.einsum.default, _product(left, right, "pij,jk->pik"), left.cut)
     if dims == [None, -1]:
         return builder.apart(node, ours.einsum.default, _product(left, right, "ij,jpk->ipk"), right.cut)
+
+    # Pieces of the dim that is summed over: the other factor is cut alike, and both dims are summed over.
     if dims not in ([-1, None], [None, -2], [-1, -2]):
         return None
-    num = next(v.num for v in (left, right) if isinstance(v, Apart))
-    both = (builder.as_pieces(node, left, num, -1), builder.as_pieces(node, right, num, -2))
-    return builder.call(node, ours.einsum.default, _product(*both, "ipj,pjk->ik"), shape_of(node), node)
+    num = left.num if isinstance(left, Apart) else right.num
+    left = builder.as_pieces(node, left, num, -1)
+    right = builder.as_pieces(node, right, num, -2)
+    return builder.call(node, ours.einsum.default, _product(left, right, "ipj,pjk->ik"), shape_of(node), node)
 
 
 def _product(left: Value, right: Value, equation: str) -> tuple[Node, Node, str]:
     """Arguments of a product of the last dims; the dims before them broadcast."""
-    nodes, (given, result) = (node_of(left), node_of(right)), equation.split("->")
-    inner = given.split(",")
-    batches = [len(shape_of(node)) - len(dims) for node, dims in zip(nodes, inner, strict=True)]
-    letters = "abcdefgh"[: max(batches)]
-    first, second = (letters[len(letters) - n :] + dims for n, dims in zip(batches, inner, strict=True))
-    return *nodes, f"{first},{second}->{letters}{result}"
+    nodes = node_of(left), node_of(right)
+    operands, result = equation.split("->")
+    dims_of_operands = operands.split(",")
+    num_batch_dims = [len(shape_of(node)) - len(dims) for node, dims in zip(nodes, dims_of_operands, strict=True)]
+
+    # Broadcasting aligns the last of the batch dims.
+    batch = "abcdefgh"[: max(num_batch_dims)]
+    terms: list[str] = []
+    for num, dims in zip(num_batch_dims, dims_of_operands, strict=True):
+        terms.append(batch[len(batch) - num :] + dims)
+    return *nodes, f"{','.join(terms)}->{batch}{result}"
 
 
 def _addmm(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> Value | None:
@@ -263,40 +294,55 @@ def _addmm(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str
     product = None if named else _matmul(builder, node, factors, named)
     if product is None:
         return None
+
     if isinstance(product, Apart) and len(shape_of_value(bias)) == 1 and product.dim == -1:
-        both = (product.node, builder.as_pieces(node, bias, product.num, -1))
-        return builder.apart(node, aten.add.Tensor, both, product.cut)
-    both = (builder.whole(node, product), builder.whole(node, bias))
-    return builder.call(node, aten.add.Tensor, both, shape_of(node), node)
+        bias = builder.as_pieces(node, bias, product.num, -1)
+        return builder.apart(node, aten.add.Tensor, (product.node, bias), product.cut)
+
+    terms = builder.whole(node, product), builder.whole(node, bias)
+    return builder.call(node, aten.add.Tensor, terms, shape_of(node), node)
 
 
 def _tensordot(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> Value | None:
-    *factors, of_x, of_y = args
-    held = [v for v in factors if isinstance(v, Apart)]
-    if len(held) != 1:
+    *factors, x_dims, y_dims = args
+    are_apart = [isinstance(factor, Apart) for factor in factors]
+    if sum(are_apart) != 1:
         return None
-    side, (value,) = factors.index(held[0]), held
-    sums = [[dim % len(shape_of_value(v)) for dim in of] for v, of in zip(factors, (of_x, of_y), strict=True)]
-    dim = moved_to(node, args_of(node)[side], value.dim)
-    if value.at in sums[side] or dim is None:
+
+    side = are_apart.index(True)
+    value = factors[side]
+    summed_dims: list[list[int]] = []
+    for factor, dims in zip(factors, (x_dims, y_dims), strict=True):
+        ndim = len(shape_of_value(factor))
+        summed_dims.append([dim % ndim for dim in dims])
+
+    result_dim = moved_to(node, args_of(node)[side], value.dim)
+    if value.at in summed_dims[side] or result_dim is None:
         return None
-    sums[side] = [i for dim in sums[side] for i in value.both(dim)]
-    return builder.apart(node, node.target, (*map(node_of, factors), *sums), (value.num, dim))
+    summed_dims[side] = _renumbered(value, summed_dims[side])
+    return builder.apart(node, node.target, (*map(node_of, factors), *summed_dims), (value.num, result_dim))
+
+
+def _renumbered(value: Apart, dims: Sequence[int]) -> list[int]:
+    """Dims of a value as those of its node."""
+    return [node_dim for dim in dims for node_dim in value.both(dim)]
 
 
 def _along_others(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> Value | None:
     """What looks along other dims, which are its second argument: their numbers alone change."""
-    x, given, *rest = filled(args, None, None)
-    if named or given is None or given == [] or not isinstance(x, Apart):
+    x, dim_or_dims, *rest = filled(args, None, None)
+    if named or dim_or_dims is None or dim_or_dims == [] or not isinstance(x, Apart):
         return None
-    dims = [dim % len(x.shape) for dim in (given if isinstance(given, list | tuple) else [given])]
-    dim = moved_to(node, args_of(node)[0], x.dim)
-    if x.at in dims or dim is None:
+
+    has_several = isinstance(dim_or_dims, list | tuple)
+    dims = [dim % len(x.shape) for dim in (dim_or_dims if has_several else [dim_or_dims])]
+    result_dim = moved_to(node, args_of(node)[0], x.dim)
+    if x.at in dims or result_dim is None:
         return None
-    new = [i for at in sorted(dims) for i in x.both(at)]
-    return builder.apart(
-        node, node.target, (x.node, new if isinstance(given, list | tuple) else new[0], *rest), (x.num, dim)
-    )
+
+    node_dims = _renumbered(x, sorted(dims))
+    new_argument = node_dims if has_several else node_dims[0]
+    return builder.apart(node, node.target, (x.node, new_argument, *rest), (x.num, result_dim))
 
 
 def _cut(builder: Builder, node: Node, x: Apart, start: int, stop: int) -> Value:
@@ -305,9 +351,13 @@ def _cut(builder: Builder, node: Node, x: Apart, start: int, stop: int) -> Value
     if stop - start == 1:
         del shape[x.at]
         return builder.call(node, aten.select.int, (x.node, x.at, start), tuple(shape), x.node)
-    shape[x.at] = stop - start
-    found = builder.call(node, aten.slice.Tensor, (x.node, x.at, start, stop), tuple(shape), x.node)
-    return Apart(found, (*x.shape[: x.at], (stop - start) * x.size, *x.shape[x.at + 1 :]), stop - start, x.dim)
+
+    num = stop - start
+    shape[x.at] = num
+    pieces = builder.call(node, aten.slice.Tensor, (x.node, x.at, start, stop), tuple(shape), x.node)
+    value_shape = list(x.shape)
+    value_shape[x.at] = num * x.size
+    return Apart(pieces, tuple(value_shape), num, x.dim)
 
 
 def _split(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> list[Value] | None:
@@ -319,8 +369,14 @@ def _split(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str
         sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
     if any(size % x.size or size == 0 for size in sizes):
         return None
-    ends = [sum(sizes[: i + 1]) // x.size for i in range(len(sizes))]
-    return [_cut(builder, node, x, start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+    parts: list[Value] = []
+    start = 0
+    for size in sizes:
+        stop = start + size // x.size
+        parts.append(_cut(builder, node, x, start, stop))
+        start = stop
+    return parts
 
 
 def _slice(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> Value | None:
@@ -329,46 +385,60 @@ def _slice(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str
         return None
     if dim % len(x.shape) != x.at:
         return _along_others(builder, node, (x, dim, start, end, step), named)
+
     start, end, step = slice(start, end, step).indices(x.shape[x.at])
-    aligned = step == 1 and start % x.size == end % x.size == 0 and start < end
-    return _cut(builder, node, x, start // x.size, end // x.size) if aligned else None
+    has_whole_pieces = start % x.size == 0 and end % x.size == 0
+    if step != 1 or start >= end or not has_whole_pieces:
+        return None
+    return _cut(builder, node, x, start // x.size, end // x.size)
 
 
 def _expand(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> Value | None:
     x = args[0]
     if not isinstance(x, Apart):
         return None
-    return builder.apart(node, node.target, (x.node, list(cut_shape(shape_of(node), *x.cut))), x.cut)
+    shape = cut_shape(shape_of(node), *x.cut)
+    return builder.apart(node, node.target, (x.node, list(shape)), x.cut)
 
 
 def _cat(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> Value | None:
     """Pieces that are put together, stay apart where that is wanted: each is padded to its place among them."""
-    wanted, shape = builder.wanted.get(node), shape_of(node)
+    wanted = builder.wanted.get(node)
+    shape = shape_of(node)
     tensors, dim = filled(args, None, 0)
     if wanted is None or named.get("dim", dim) % len(shape) != len(shape) + wanted[1]:
         return None
     num, at = wanted
-    size, shapes = shape[at] // num, list(map(shape_of_value, tensors))
-    if any(len(own) != len(shape) or own[at] % size or not own[at] for own in shapes):
-        return None
-    pairs = zip(tensors, shapes, strict=True)
-    parts = [builder.as_pieces(node, tensor, own[at] // size, at) for tensor, own in pairs]
+    size = shape[at] // num
+
+    # aten.cat takes a tensor of shape (0,) among others; such a one, like a part of a piece, has no pieces.
+    for tensor in tensors:
+        tensor_shape = shape_of_value(tensor)
+        if len(tensor_shape) != len(shape) or tensor_shape[at] % size or not tensor_shape[at]:
+            return None
+
+    parts = [builder.as_pieces(node, tensor, shape_of_value(tensor)[at] // size, at) for tensor in tensors]
     return builder.apart(node, aten.cat.default, (parts, len(shape) + at), wanted)
 
 
 def _slice_scatter(builder: Builder, node: Node, args: Sequence[Any], named: Mapping[str, Any]) -> Value | None:
     """The gradient of a slice, which is zero elsewhere."""
-    wanted, shape = builder.wanted.get(node), shape_of(node)
+    wanted = builder.wanted.get(node)
+    shape = shape_of(node)
     x, part, dim, start, end, step = filled(args, None, None, 0, None, None, 1)
     if wanted is None or named or dim % len(shape) != len(shape) + wanted[1]:
         return None
+
     num, at = wanted
     size = shape[at] // num
     start, end, step = slice(start, end, step).indices(shape[at])
     if step != 1 or start % size or end % size or start >= end:
         return None
-    whole, part = builder.as_pieces(node, x, num, at), builder.as_pieces(node, part, (end - start) // size, at)
-    return builder.apart(node, node.target, (whole, part, len(shape) + at, start // size, end // size), wanted)
+
+    zeros = builder.as_pieces(node, x, num, at)
+    part = builder.as_pieces(node, part, (end - start) // size, at)
+    pieces_dim = len(shape) + at
+    return builder.apart(node, node.target, (zeros, part, pieces_dim, start // size, end // size), wanted)
 
 
 _RULES: dict[str, Rule] = {
