@@ -5,6 +5,7 @@
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import cast
 
@@ -29,6 +30,15 @@ _KNOWN = (
 )
 
 
+@dataclass(frozen=True)
+class _Claim:
+    """How a style splits a parameter: along which dim (None for whole), at which module, and the words for it."""
+
+    dim: int | None
+    path: str
+    reason: str
+
+
 class Reader:
     """What the styles of a plan ask for.
 
@@ -39,26 +49,35 @@ class Reader:
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, tp: str, batch_spec: PartitionSpec, ndim: object) -> None:
-        self.model, self.mesh, self._tp, self._batch_spec = model, mesh, tp, batch_spec
+        self.model = model
+        self.mesh = mesh
+        self._tp = tp
+        self._batch_spec = batch_spec
         self._ranks = _ranks(ndim)
+        self.unmatched = list[str]()
+        self.constraints = dict[str, PartitionSpec]()
+        self._claims: dict[int, _Claim] = {}
+        """Who splits a parameter, by the id of its tensor: a tie has one."""
+
         names = [name for name, _ in model.named_modules()]
         self.faults = [f"ndim={num!r} must be a positive integer." for num in self._ranks.values() if num < 1]
-        self.faults += [f'ndim["{k}"] matches no module.' for k in self._ranks if not any(map(make_matcher(k), names))]
+        for key in self._ranks:
+            if not any(map(make_matcher(key), names)):
+                self.faults.append(f'ndim["{key}"] matches no module.')
         for axis in axes_of(batch_spec):
             if axis == tp or axis not in mesh.shape:
                 of_tp = f'tp="{axis}". Activations are split over it as the styles say.'
                 why = of_tp if axis == tp else "no axis of the mesh."
                 self.faults.append(f'batch_spec={describe_spec(batch_spec)} names "{axis}", which is {why}')
-        self.unmatched, self.constraints = list[str](), dict[str, PartitionSpec]()
-        self._claims: dict[int, tuple[int | None, str, str]] = {}  # of tensors: dim, who splits it, by which key
 
     def read(self, plan: object) -> None:
         """Read all styles of a plan."""
         owners: dict[int, str] = {}
         for key, style in _styles(plan).items():
-            found = _find(self.model, key)
-            self.unmatched += [] if found else [key]
-            for path, module in found.items():
+            modules = _find(self.model, key)
+            if not modules:
+                self.unmatched.append(key)
+            for path, module in modules.items():
                 self._read(path, module, style, key)
                 if isinstance(style, _SPLITTING) and owners.setdefault(id(module), key) != key:
                     self.faults.append(
@@ -67,27 +86,38 @@ class Reader:
 
     def decide(self, fsdp: Axes | None) -> dict[str, Decision]:
         """How each entry is split, and why."""
+        unclaimed = _Claim(None, "", "" if fsdp else "no style names it")
         split = dict[str, Decision]()
         for name, entry in self.model.named_parameters(remove_duplicate=False):
-            dim, _, reason = self._claims.get(id(entry), (None, "", "" if fsdp else "no style names it"))
-            fault = "" if dim is None else find_uneven(entry, dim, self._tp, self.mesh)
-            spec = PartitionSpec() if dim is None or fault else along(dim, entry.ndim, self._tp)
-            split[name] = Decision(spec, reason, fault)
+            claim = self._claims.get(id(entry), unclaimed)
+            spec, fault = PartitionSpec(), ""
+            if claim.dim is not None:
+                fault = find_uneven(entry, claim.dim, self._tp, self.mesh)
+                if not fault:
+                    spec = along(claim.dim, entry.ndim, self._tp)
+            split[name] = Decision(spec, claim.reason, fault)
         return completed(self.model, split, self.mesh, fsdp=fsdp)
 
     def _read(self, path: str, module: nn.Module, style: ParallelStyle, key: str) -> None:
-        where, kind = f"{path or 'the model'} ({key!r})", type(style).__name__
-        if (fault := _find_class_fault(module, style)) is not None:
+        where = f"{path or 'the model'} ({key!r})"
+        kind = type(style).__name__
+        fault = _find_class_fault(module, style)
+        if fault is not None:
             self.faults.append(f"{where}: {fault}")
             return
-        for name, entry in module.named_parameters() if isinstance(style, _SPLITTING) else ():
-            dim = _split_dim(module, style, name)
-            claim = self._claims.setdefault(id(entry), (dim, path, f'{kind} ("{key}")'))
-            if claim[0] != dim and claim[1] != path:
-                self.faults.append(f"{_join(path, name)}: it is tied to one of {claim[1]}, which is split otherwise.")
-            elif dim is not None and dim >= entry.ndim:
-                self.faults.append(f"{_join(path, name)} {tuple(entry.shape)}: {kind} splits its dim {dim}.")
-        for argument, placement in _asked(module, style):
+
+        if isinstance(style, _SPLITTING):
+            for name, entry in module.named_parameters():
+                dim = _split_dim(module, style, name)
+                claim = self._claims.setdefault(id(entry), _Claim(dim, path, f'{kind} ("{key}")'))
+                if claim.dim != dim and claim.path != path:
+                    self.faults.append(
+                        f"{_join(path, name)}: it is tied to one of {claim.path}, which is split otherwise."
+                    )
+                elif dim is not None and dim >= entry.ndim:
+                    self.faults.append(f"{_join(path, name)} {tuple(entry.shape)}: {kind} splits its dim {dim}.")
+
+        for argument, placement in _layouts(module, style):
             if not isinstance(argument, str):
                 self.faults.append(
                     f"{where}: its forward has no argument {argument} by position, for which {kind} has a layout."
@@ -101,8 +131,9 @@ class Reader:
 
     def _rank(self, path: str, module: nn.Module, argument: str) -> int:
         """How many dims an activation has: numbers of rows, which an embedding takes, have one less."""
-        found = next((num for key, num in self._ranks.items() if make_matcher(key)(path)), 3)
-        return max(found - 1, 1) if isinstance(module, nn.Embedding) and argument else found
+        ranks = (num for key, num in self._ranks.items() if make_matcher(key)(path))
+        rank = next(ranks, 3)
+        return max(rank - 1, 1) if isinstance(module, nn.Embedding) and argument else rank
 
     def _spec_of(self, placement: Placement, rank: int) -> PartitionSpec | str:
         """The spec of an activation, or why there is none."""
@@ -132,7 +163,8 @@ def _styles(plan: object) -> dict[str, ParallelStyle]:
     hint = 'Give what parallelize_module takes: {"layers.*.up": ColwiseParallel()}.'
     check_kind("parallelize_plan", styles, Mapping, hint=hint)
     items = cast(Mapping[object, object], styles).items()
-    if odd := [(key, style) for key, style in items if not (isinstance(key, str) and isinstance(style, ParallelStyle))]:
+    odd = [(key, style) for key, style in items if not (isinstance(key, str) and isinstance(style, ParallelStyle))]
+    if odd:
         shown = ", ".join(f"{key!r}: {type(style).__name__}" for key, style in odd)
         raise TypeError(f"{caller()}: parallelize_plan maps names of modules to styles, got {shown}.")
     return dict(cast(Mapping[str, ParallelStyle], styles))
@@ -141,15 +173,18 @@ def _styles(plan: object) -> dict[str, ParallelStyle]:
 def _find(model: nn.Module, key: str) -> dict[str, nn.Module]:
     """The modules that a key names: each token a pattern of `fnmatch` over the children; "" is the module itself."""
     tokens = key.split(".")
-    found = {"": model}
-    for token in tokens if tokens[-1] else tokens[:-1]:
-        found = {
-            _join(path, name): child
-            for path, module in found.items()
-            for name, child in module.named_children()
-            if fnmatch(name, token)
-        }
-    return found
+    # `parallelize_module` lets a name end in a dot, and takes the module before it.
+    if not tokens[-1]:
+        tokens.pop()
+    modules = {"": model}
+    for token in tokens:
+        children = dict[str, nn.Module]()
+        for path, module in modules.items():
+            for name, child in module.named_children():
+                if fnmatch(name, token):
+                    children[_join(path, name)] = child
+        modules = children
+    return modules
 
 
 def _find_class_fault(module: nn.Module, style: ParallelStyle) -> str | None:
@@ -172,40 +207,49 @@ def _split_dim(module: nn.Module, style: ParallelStyle, name: str) -> int | None
     return 0 if is_column else 1 if name == "weight" else None
 
 
-def _asked(module: nn.Module, style: ParallelStyle) -> Iterator[tuple[str | int, Placement]]:
+def _layouts(module: nn.Module, style: ParallelStyle) -> Iterator[tuple[str | int, Placement]]:
     """The layouts that a style enforces, by argument of forward; "" is what is returned, a number no argument."""
-    if isinstance(style, parallel.SequenceParallel):
-        yield from _by_position(module, [style.sequence_sharding[0]])
-        yield "", style.sequence_sharding[0]
-    elif isinstance(style, parallel.ColwiseParallel | parallel.RowwiseParallel):
-        is_row = isinstance(style, parallel.RowwiseParallel) and not isinstance(module, nn.Embedding)
-        yield from _by_position(module, [Shard(-1) if is_row else Replicate()])
-        yield "", style.output_layouts[0]
-    elif isinstance(style, parallel.PrepareModuleInputOutput):
-        yield from _asked(module, style.prepare_module_input)
-        yield from _asked(module, style.prepare_module_output)
-    elif isinstance(style, parallel.PrepareModuleInput):
-        yield from _by_position(module, _enforced(style.input_layouts or (), style.desired_input_layouts or ()))
-        given, wanted = style.input_kwarg_layouts, style.desired_input_kwarg_layouts
-        named = zip(given, _enforced(given.values(), map(wanted.get, given)), strict=True)
-        yield from ((name, placement) for name, placement in named if placement is not None)
-    elif isinstance(style, parallel.PrepareModuleOutput):
-        layouts = _enforced(style.output_layouts, style.desired_output_layouts)
-        for number, placement in enumerate(layouts):
-            if placement is not None:
-                yield "" if len(layouts) == 1 else f"return.{number}", placement
+    match style:
+        case parallel.SequenceParallel():
+            yield from _by_position(module, [style.sequence_sharding[0]])
+            yield "", style.sequence_sharding[0]
+        case parallel.ColwiseParallel() | parallel.RowwiseParallel():
+            # A row layer sums over the features that each device has; an embedding is given numbers of rows, whole.
+            is_row = isinstance(style, parallel.RowwiseParallel) and not isinstance(module, nn.Embedding)
+            yield from _by_position(module, [Shard(-1) if is_row else Replicate()])
+            yield "", style.output_layouts[0]
+        case parallel.PrepareModuleInputOutput():
+            yield from _layouts(module, style.prepare_module_input)
+            yield from _layouts(module, style.prepare_module_output)
+        case parallel.PrepareModuleInput():
+            yield from _by_position(module, _enforced(style.input_layouts or (), style.desired_input_layouts or ()))
+            before = style.input_kwarg_layouts
+            wanted = _enforced(before.values(), map(style.desired_input_kwarg_layouts.get, before))
+            for name, placement in zip(before, wanted, strict=True):
+                if placement is not None:
+                    yield name, placement
+        case parallel.PrepareModuleOutput():
+            layouts = _enforced(style.output_layouts, style.desired_output_layouts)
+            for number, placement in enumerate(layouts):
+                if placement is not None:
+                    yield "" if len(layouts) == 1 else f"return.{number}", placement
+        case _:
+            pass
 
 
-def _enforced(given: Iterable[Placement | None], wanted: Iterable[Placement | None]) -> list[Placement | None]:
+def _enforced(before: Iterable[Placement | None], wanted: Iterable[Placement | None]) -> list[Placement | None]:
     """The wanted layouts, but for what stays as it is: given without a layout, or whole and wanted whole."""
-    return [
-        None if has is None or (has == to and has.is_replicate()) else to for has, to in zip(given, wanted, strict=True)
-    ]
+    enforced = list[Placement | None]()
+    for layout, desired in zip(before, wanted, strict=True):
+        stays = layout is None or (layout == desired and layout.is_replicate())
+        enforced.append(None if stays else desired)
+    return enforced
 
 
 def _by_position(module: nn.Module, wanted: list[Placement | None]) -> Iterator[tuple[str | int, Placement]]:
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [name for name, p in inspect.signature(module.forward).parameters.items() if p.kind in by_position]
+    parameters = inspect.signature(module.forward).parameters
+    names = [name for name, parameter in parameters.items() if parameter.kind in by_position]
     for number, placement in enumerate(wanted):
         if placement is not None:
             yield names[number] if number < len(names) else number, placement

@@ -86,11 +86,15 @@ def is_norm(layer: nn.Module) -> bool:
 
 def experts_of(layer: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters that hold all experts of a layer along their first dim, if it has any."""
-    held = dict(layer.named_parameters(recurse=False))
-    num = getattr(layer, "num_experts", None) or getattr(layer, "n_experts", None)
-    matrices = [p for p in held.values() if p.ndim == 3]
-    is_experts = bool(matrices) and ("expert" in type(layer).__name__.lower() or num == matrices[0].shape[0])
-    return {n: p for n, p in held.items() if p.shape[:1] == matrices[0].shape[:1]} if is_experts else {}
+    parameters = dict(layer.named_parameters(recurse=False))
+    matrices = [p for p in parameters.values() if p.ndim == 3]
+    if not matrices:
+        return {}
+    num_experts = matrices[0].shape[0]
+    said = getattr(layer, "num_experts", None) or getattr(layer, "n_experts", None)
+    if "expert" not in type(layer).__name__.lower() and said != num_experts:
+        return {}
+    return {name: p for name, p in parameters.items() if p.shape[:1] == (num_experts,)}
 
 
 def count_heads(parent: nn.Module, name: str, product: Product, length: int) -> int:
@@ -98,7 +102,10 @@ def count_heads(parent: nn.Module, name: str, product: Product, length: int) -> 
     count = _number_in(parent, HEAD_COUNTS)
     if name in _OF_OTHER_WIDTHS:
         return count if count and length % count == 0 else 0
-    width, narrow = _number_in(parent, HEAD_WIDTHS), min(product.num_in, product.num_out)
+
+    # With grouped queries (GQA) keys and values have fewer heads than the module says: the width of a head tells.
+    width = _number_in(parent, HEAD_WIDTHS)
+    narrow = min(product.num_in, product.num_out)
     if not width and count and narrow % count == 0:
         width = narrow // count
     width *= _VECTORS.get(name, 1)
@@ -107,8 +114,11 @@ def count_heads(parent: nn.Module, name: str, product: Product, length: int) -> 
 
 def _number_in(module: nn.Module, names: Sequence[str]) -> int:
     """The first of these attributes that is a positive number; 0 if none is."""
-    held = (getattr(module, name, None) for name in names)
-    return next((number for number in held if isinstance(number, int) and number > 0), 0)
+    for name in names:
+        number = getattr(module, name, None)
+        if isinstance(number, int) and number > 0:
+            return number
+    return 0
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -180,23 +190,28 @@ class Role:
 
 def roles_of(model: nn.Module) -> dict[str, Role]:
     """The role of each parameter, by name; adapters have none, for they follow their base layer."""
-    reader, found = _Reader(model), dict[str, Role]()
+    reader = _Reader(model)
+    roles = dict[str, Role]()
     for path, layer in layers_of(model):
-        for name, p in layer.named_parameters(recurse=False) if LORA not in path else ():
+        if LORA in path:
+            continue
+        for name, p in layer.named_parameters(recurse=False):
             role = reader.role(path, layer, name, p)
             by_words = role.dim is not None and p.shape[role.dim] == reader.most_rows
-            found[f"{path}.{name}" if path else name] = replace(role, is_vocabulary=by_words)
-    return found
+            roles[f"{path}.{name}" if path else name] = replace(role, is_vocabulary=by_words)
+    return roles
 
 
 def _of_experts(layer: nn.Module, experts: Mapping[str, torch.Tensor], name: str) -> Role:
     """The inner features of each expert: rows of what leads in, columns of what leads out."""
     leading_out = {name for name in experts if any(word in name for word in ("down", "w2", "out"))}
-    leads_out, ndim = name in leading_out, experts[name].ndim
-    if ndim == 3:
-        dim = 2 if leads_out != _is_transposed(layer, experts, leading_out) else 1
-        return Role(dim, "experts: " + ("a row" if leads_out else "a column") + " layer for each")
-    return Role(None if leads_out or ndim < 2 else 1, "experts: a bias for each")
+    leads_out = name in leading_out
+    ndim = experts[name].ndim
+    if ndim != 3:
+        return Role(None if leads_out or ndim < 2 else 1, "experts: a bias for each")
+    # (experts, out, in), or transposed: the inner features are the outputs of what leads in.
+    is_last = leads_out != _is_transposed(layer, experts, leading_out)
+    return Role(2 if is_last else 1, f"experts: a {'row' if leads_out else 'column'} layer for each")
 
 
 def _is_transposed(layer: nn.Module, experts: Mapping[str, torch.Tensor], leading_out: Collection[str]) -> bool:
@@ -209,39 +224,58 @@ def _is_transposed(layer: nn.Module, experts: Mapping[str, torch.Tensor], leadin
     return into[1] == out[2]
 
 
+def _of_attention(layer: nn.MultiheadAttention, name: str) -> Role:
+    if name == "in_proj_weight" or name == "in_proj_bias":
+        pieces = 3  # queries, keys and values, one after the other
+    elif name.endswith("_proj_weight"):
+        pieces = 1
+    else:  # the bias of keys and values that are added to all others
+        return Role(None, "small", "column")
+    return Role(0, f"column: {layer.num_heads} heads", "column", layer.num_heads, pieces)
+
+
 class _Reader:
     """How each parameter of a model is split, by the products around it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.most_rows = max(
-            (p.shape[0] for _, m in layers_of(model) if is_table(m) for p in m.parameters()), default=0
-        )
-        self._products = {base_of(n): p for n, m in layers_of(model) if LORA not in n and (p := product_of(m))}
+        self.most_rows = 0
+        self._products = dict[str, Product]()
+        for path, layer in layers_of(model):
+            if is_table(layer):
+                self.most_rows = max(self.most_rows, *(p.shape[0] for p in layer.parameters()))
+            product = product_of(layer) if LORA not in path else None
+            if product is not None:
+                self._products[base_of(path)] = product
+
+        # Of products that are as wide as they are long, in one module, each second one is a row layer.
         self._turn: dict[str, int] = {}
-        for _, group in itertools.groupby(self._products, parent_of):
-            alike = [p for p in group if self._products[p].num_in == self._products[p].num_out]
-            self._turn |= {path: number for number, path in enumerate(alike)}
+        for _, siblings in itertools.groupby(self._products, parent_of):
+            square = [path for path in siblings if self._products[path].num_in == self._products[path].num_out]
+            for number, path in enumerate(square):
+                self._turn[path] = number
         self._before = dict(itertools.pairwise(reversed(self._products)))
         self._of_input = _at_inputs(self._products)
 
     def role(self, path: str, layer: nn.Module, name: str, p: torch.Tensor) -> Role:
         """What a parameter is in its layer."""
-        if experts := experts_of(layer):
+        experts = experts_of(layer)
+        if experts:
             return _of_experts(layer, experts, name) if name in experts else Role(None, "one value for each expert")
         if product_of(layer) is not None:
             return self._of_product(base_of(path), name, p)
         if isinstance(layer, nn.MultiheadAttention):
-            num = 3 if name in ("in_proj_weight", "in_proj_bias") else int(name.endswith("_proj_weight"))
-            if not num:  # the bias of keys and values that are added to all others
-                return Role(None, "small", "column")
-            return Role(0, f"column: {layer.num_heads} heads", "column", layer.num_heads, num)
+            return _of_attention(layer, name)
         if is_table(layer):
+            # Small tables (positions, kinds of tokens) cost nothing whole.
             is_large = 4 * p.shape[0] >= self.most_rows
-            why = "an embedding, by its vocabulary" if is_large else f"a table of {p.shape[0]} rows"
-            return Role(0 if is_large else None, why)
-        if is_norm(layer) or "Router" in type(layer).__name__:
-            return Role(None, "a norm" if is_norm(layer) else ROUTER)
+            return (
+                Role(0, "an embedding, by its vocabulary") if is_large else Role(None, f"a table of {p.shape[0]} rows")
+            )
+        if is_norm(layer):
+            return Role(None, "a norm")
+        if "Router" in type(layer).__name__:
+            return Role(None, ROUTER)
         return Role(None, f"no rule of tensor parallelism for {type(layer).__name__}")
 
     def _of_product(self, path: str, name: str, p: torch.Tensor) -> Role:
@@ -254,6 +288,7 @@ class _Reader:
             return Role(dim, why, side, heads, pieces)
         if side == "column" and p.shape == (product.num_out,):
             return Role(0, f"bias of a {why}", side, heads, pieces)
+        # Each device has a part of the sum of a row layer; a bias on all of them would be added as often.
         return Role(None, "added once, after the sum" if side == "row" else f"of a {why}", side)
 
     def _side(self, path: str) -> tuple[Side, str]:
@@ -290,11 +325,13 @@ class _Reader:
 
     def _pieces(self, path: str) -> int:
         """So many projections are in one."""
-        product, name = self._products[path], path.rpartition(".")[2]
+        product = self._products[path]
+        name = path.rpartition(".")[2]
         if name == "gate_up_proj":
             return 2 if product.num_out % 2 == 0 else 1
-        is_whole = name in FUSED and product.groups == 1 and product.num_out % product.num_in == 0
-        times = product.num_out // product.num_in if is_whole else 1
+        if name not in FUSED or product.groups > 1 or product.num_out % product.num_in:
+            return 1
+        times = product.num_out // product.num_in
         return times if times in (2, 3) else 1
 
     def _heads(self, path: str, side: Side) -> int:
@@ -313,14 +350,16 @@ def _at_inputs(products: Mapping[str, Product]) -> set[str]:
     A step runs convolutions on rows, with whole kernels. Split by channels, their biases would split the stream behind
     them by features, which each layer would have to gather.
     """
-    first, second, made, before = set[str](), set[str](), set[int](), ""
+    first, second = set[str](), set[str]()
+    widths_before = set[int]()  # of all products so far: what has another width comes from outside
+    before = ""
     for path, product in products.items():
         if product.is_kernel and product.groups == 1:
             is_behind_first = before in first and parent_of(before) == parent_of(path)
-            if product.num_in not in made:
+            if product.num_in not in widths_before:
                 first.add(path)
             elif is_behind_first and product.num_in == products[before].num_out:
                 second.add(path)
-        made.add(product.num_out)
+        widths_before.add(product.num_out)
         before = path
     return first | second
