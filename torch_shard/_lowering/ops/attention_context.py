@@ -33,38 +33,50 @@ class OnMesh:
     """
 
     def __init__(self, rows: RowSplit, qkv, segments, sinks, about, dropout: float, context: Context | None) -> None:
-        shape, (_, num_key_heads, num_keys, _) = qkv[0].shape, qkv[1].shape
-        self._rows, self._about, self._dropout, self._of = rows, about, dropout, (*shape[:3], num_keys)
-        self._axis, self._mode = (context.axis, str(context.mode)) if context else ("", "heads")
+        batch_size, num_heads, num_queries, _ = qkv[0].shape
+        _, num_key_heads, num_keys, _ = qkv[1].shape
+        self._rows = rows
+        self._about = about
+        self._dropout = dropout
+        self._shape = (batch_size, num_heads, num_queries, num_keys)
+        self._axis = context.axis if context else ""
+        self._mode = str(context.mode) if context else "heads"
         self._of_context = (context.axis,) if context else ()
         self._num = rows.size_of(self._of_context)
-        self._batch = () if shape[0] % rows.num_shards else rows.axes
-        others = rows.other_axes
-        self._heads = () if shape[1] % rows.size_of(others) else others
-        size = rows.size_of(self._heads)
-        self._times = size // math.gcd(num_key_heads, size)
-        if self._mode == "heads" and (
-            shape[1] % (size * self._num) or num_key_heads * self._times % (size * self._num)
-        ):
-            self._mode = "gather"  # not in a step: a capture refuses it
+
+        # Over which axes rows and heads are split, where they divide.
+        self._batch = () if batch_size % rows.num_shards else rows.axes
+        feature_axes = rows.other_axes
+        self._heads = () if num_heads % rows.size_of(feature_axes) else feature_axes
+        num_shards = rows.size_of(self._heads)
+        self._times = num_shards // math.gcd(num_key_heads, num_shards)
         self._split = PartitionSpec(self._batch, self._heads, *self._of_context)
-        found, num_heads = None, shape[1] // size
-        uneven = self._mode == "ring" and shape[2] != num_keys and about["band"] != (None, None)  # blocks do not align
-        if not dropout and not uneven:
-            more = {"num_heads": num_heads, "sinks": sinks}
-            found = kernel_on_mesh(rows, self._mode, self._of_context, qkv, segments, **about, **more)
-        self._kernel, self._extra, self._extra_specs = found or (None, (), ())
-        self.has_kernel = found is not None
-        lengths = shape[2], num_keys
+
+        if self._mode == "heads":
+            num_parts = num_shards * self._num
+            if num_heads % num_parts or num_key_heads * self._times % num_parts:
+                # Not in a step: a capture refuses it.
+                self._mode = "gather"
+
+        # In a ring, blocks of queries and of keys align only if there are as many.
+        is_uneven = self._mode == "ring" and num_queries != num_keys and about["band"] != (None, None)
+        kernel = None
+        if not dropout and not is_uneven:
+            more = {"num_heads": num_heads // num_shards, "sinks": sinks}
+            kernel = kernel_on_mesh(rows, self._mode, self._of_context, qkv, segments, **about, **more)
+        self._kernel, self._extra, self._extra_specs = kernel or (None, (), ())
+        self.has_kernel = kernel is not None
+
+        lengths = (num_queries, num_keys)
         why = why_unbalanced(self._mode, lengths, about["band"], self._num, has_kernel=self.has_kernel)
         self._num_chunks = 1 if why else 2
 
     def forward(self, q, k, v, segments, sinks, seed):
         """The output, and the logarithm of each row's total weight."""
         run = {"gather": self._gather, "heads": self._exchange, "ring": self._ring}[self._mode]
-        return self._mapped(run, (self._split,) * 3, (self._split, self._split))(
-            (q, self._spread(k), self._spread(v)), tuple(segments), tuple(sinks), tuple(seed), self._extra
-        )
+        mapped = self._mapped(run, (self._split,) * 3, (self._split, self._split))
+        tensors = (q, self._spread(k), self._spread(v))
+        return mapped(tensors, tuple(segments), tuple(sinks), tuple(seed), self._extra)
 
     def backward(self, grad, saved, segments, sinks, seed):
         """Gradients of q, k and v, and of the sinks if there are any."""
@@ -72,28 +84,29 @@ class OnMesh:
         run = {"gather": self._gather_back, "heads": self._exchange_back, "ring": self._ring_back}[self._mode]
         out_specs = (*(self._split,) * 3, (PartitionSpec(self._of_sinks()),) * len(sinks))
         mapped = self._mapped(run, (self._split,) * 6, out_specs)
-        given = (grad, q, self._spread(k), self._spread(v), out, log_total)
-        of_q, *others, of_sinks = mapped(given, tuple(segments), tuple(sinks), tuple(seed), self._extra)
-        of_k, of_v = (x.reshape(*k.shape[:2], -1, *x.shape[2:]).sum(2) for x in others)
-        return of_q, of_k, of_v, *of_sinks
+        tensors = (grad, q, self._spread(k), self._spread(v), out, log_total)
+        grads = mapped(tensors, tuple(segments), tuple(sinks), tuple(seed), self._extra)
+        grad_q, grad_k, grad_v, grads_sinks = grads
+        return grad_q, self._joined_heads(grad_k, k), self._joined_heads(grad_v, v), *grads_sinks
 
     def _mapped(self, fn, splits, out_specs):
-        of_rows = PartitionSpec(self._batch)
-        whole = self._mode == "heads"
-        of_segments = (of_rows, of_rows) if whole else (PartitionSpec(self._batch, *self._of_context),) * 2
-        of_segments = (of_segments[0], of_rows) if self._mode == "gather" else of_segments
+        # A device needs the segments of the tokens that it computes with: of its part, or of the whole sequence.
+        whole = PartitionSpec(self._batch)
+        part = PartitionSpec(self._batch, *self._of_context)
+        segment_specs = {"gather": (part, whole), "heads": (whole, whole), "ring": (part, part)}[self._mode]
 
         def run(tensors, segments, sinks, seed, extra):
             specs = (
                 splits,
-                of_segments[: len(segments)],
+                segment_specs[: len(segments)],
                 (PartitionSpec(self._of_sinks()),) * len(sinks),
                 (PartitionSpec(),) * len(seed),
                 self._extra_specs,
             )
             local = fn
             if self._kernel is not None:
-                local = jax.default_matmul_precision("default")(fn)  # kernels of half precision have no other
+                # Kernels of half precision have no other.
+                local = jax.default_matmul_precision("default")(fn)
             mapped = jax.shard_map(local, mesh=self._rows.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
             return mapped(tensors, segments, sinks, seed, extra)
 
@@ -102,6 +115,11 @@ class OnMesh:
     def _spread(self, x):
         """The heads of keys, each so often that they divide over the axes."""
         return x if self._times == 1 else jnp.repeat(x, self._times, axis=1)
+
+    @staticmethod
+    def _joined_heads(grad, x):
+        """A gradient of what `_spread` gives, as that of the keys themselves: summed over repeated heads."""
+        return grad.reshape(*x.shape[:2], -1, *grad.shape[2:]).sum(2)
 
     def _of_sinks(self):
         return (*self._heads, *self._of_context) if self._mode == "heads" else self._heads
@@ -112,9 +130,8 @@ class OnMesh:
         if self._kernel is not None:
             kernel = self._kernel(q, k, v, segments, extra, functools.partial(self._places, q.shape[2]), band)
             return kernel.forward(q, k, v, [sink.astype(jnp.float32) for sink in sinks])
-        return in_blocks(
-            q, k, v, segments, **self._about, kept=self._kept(q, k, drawn, start), sinks=sinks, start=start, dtype=dtype
-        )
+        kept = self._kept(q, k, drawn, start)
+        return in_blocks(q, k, v, segments, **self._about, kept=kept, sinks=sinks, start=start, dtype=dtype)
 
     def _attend_back(self, grad, saved, segments, sinks, drawn, extra, *, start=None, dtype=None, band=None):
         if self._kernel is not None:
@@ -129,9 +146,11 @@ class OnMesh:
     def _kept(self, q, k, seed, start):
         if not self._dropout:
             return None
-        axes = self._of_sinks()
-        first = (_place(self._batch, len(q)), _place(axes, k.shape[1]), *(start or (0, 0)))
-        return KeptWeights(q, k, seed[0], self._dropout, of=self._of, start=first)
+        # Each device draws for its part of the weights of all.
+        first_row = _place(self._batch, len(q))
+        first_head = _place(self._of_sinks(), k.shape[1])
+        first = (first_row, first_head, *(start or (0, 0)))
+        return KeptWeights(q, k, seed[0], self._dropout, of=self._shape, start=first)
 
     def _starts(self, device, length):
         """Where each of its chunks of this length begins, that a device computes."""
@@ -148,8 +167,12 @@ class OnMesh:
         return x if self._num_chunks == 1 else exchanged(x, self._axis, dim)
 
     def _sum_of_sinks(self, grads, sinks, *, over_context):
-        axes = (*self._batch, *(self._of_context if over_context else ()))
-        return tuple((lax.psum(g, axes) if axes else g).astype(s.dtype) for g, s in zip(grads, sinks, strict=True))
+        axes = (*self._batch, *self._of_context) if over_context else self._batch
+        sums = []
+        for grad, sink in zip(grads, sinks, strict=True):
+            total = lax.psum(grad, axes) if axes else grad
+            sums.append(total.astype(sink.dtype))
+        return tuple(sums)
 
     # Gather
 
@@ -158,23 +181,35 @@ class OnMesh:
 
     def _gather(self, tensors, segments, sinks, seed, extra):
         q, k, v = tensors
-        (q, segments), start = self._own(q, segments), (lax.axis_index(self._axis) * q.shape[2], 0)
+        start = (lax.axis_index(self._axis) * q.shape[2], 0)
+        q = self._exchanged(q)
+        segments = self._exchanged_segments(segments)
         out, log_total = self._attend(q, self._whole(k), self._whole(v), segments, sinks, seed, extra, start=start)
-        return self._exchanged(out), log_total  # for the backward pass alone, which has the same order
+        # The totals are for the backward pass alone, which has the same order of chunks.
+        return self._exchanged(out), log_total
 
-    def _own(self, q, segments):
-        return self._exchanged(q), (*(self._exchanged(x, 1) for x in segments[:1]), *segments[1:])
+    def _exchanged_segments(self, segments):
+        """Those of the queries go with them; those of the keys are whole."""
+        if not segments:
+            return ()
+        of_queries, *of_keys = segments
+        return (self._exchanged(of_queries, 1), *of_keys)
 
     def _gather_back(self, tensors, segments, sinks, seed, extra):
         grad, q, k, v, out, log_total = tensors
-        (q, segments), start = self._own(q, segments), (lax.axis_index(self._axis) * q.shape[2], 0)
-        grad, saved = self._exchanged(grad), (q, self._whole(k), self._whole(v), self._exchanged(out), log_total)
-        of_q, of_k, of_v, *of_sinks = self._attend_back(grad, saved, segments, sinks, seed, extra, start=start)
-        of_k, of_v = (
-            lax.psum_scatter(g.astype(x.dtype), self._axis, scatter_dimension=2, tiled=True)
-            for g, x in ((of_k, k), (of_v, v))
-        )
-        return self._exchanged(of_q), of_k, of_v, self._sum_of_sinks(of_sinks, sinks, over_context=True)
+        start = (lax.axis_index(self._axis) * q.shape[2], 0)
+        q = self._exchanged(q)
+        segments = self._exchanged_segments(segments)
+        grad = self._exchanged(grad)
+        saved = (q, self._whole(k), self._whole(v), self._exchanged(out), log_total)
+        grads = self._attend_back(grad, saved, segments, sinks, seed, extra, start=start)
+        grad_q, grad_k, grad_v, *grads_sinks = grads
+
+        def scattered(grad, x):
+            return lax.psum_scatter(grad.astype(x.dtype), self._axis, scatter_dimension=2, tiled=True)
+
+        of_sinks = self._sum_of_sinks(grads_sinks, sinks, over_context=True)
+        return self._exchanged(grad_q), scattered(grad_k, k), scattered(grad_v, v), of_sinks
 
     # Heads
 
@@ -190,13 +225,15 @@ class OnMesh:
         return self._to_sequence(out), self._to_sequence(log_total)
 
     def _exchange_back(self, tensors, segments, sinks, seed, extra):
-        grad, *saved = tensors
-        grad, saved = self._to_heads(grad), tuple(map(self._to_heads, saved))
-        of_q, of_k, of_v, *of_sinks = self._attend_back(grad, saved, segments, sinks, seed, extra)
-        of_q, of_k, of_v = (
-            self._to_sequence(g.astype(x.dtype)) for g, x in zip((of_q, of_k, of_v), saved, strict=False)
-        )
-        return of_q, of_k, of_v, self._sum_of_sinks(of_sinks, sinks, over_context=False)
+        grad, *saved = map(self._to_heads, tensors)
+        grads = self._attend_back(grad, tuple(saved), segments, sinks, seed, extra)
+        grads_sinks = grads[3:]
+
+        # Of q, k and v, which are the first that were saved.
+        grads_inputs = []
+        for grad_input, x in zip(grads[:3], saved[:3], strict=True):
+            grads_inputs.append(self._to_sequence(grad_input.astype(x.dtype)))
+        return *grads_inputs, self._sum_of_sinks(grads_sinks, sinks, over_context=False)
 
     # Ring
 
@@ -206,14 +243,19 @@ class OnMesh:
 
     def _rounds(self, step, q, k):
         """Which chunks of queries see which of keys after so many steps, if these are their own, and how they do."""
-        device, band = lax.axis_index(self._axis), self._about["band"]
+        device = lax.axis_index(self._axis)
         pairs = [(0, 0)] if self._num_chunks == 1 else pairs_of(step, device, self._num)
-        of_queries = self._starts(device, q.shape[3])
-        of_keys = self._starts((device - step) % self._num, k.shape[3])
+        query_starts = self._starts(device, q.shape[3])
+        key_starts = self._starts((device - step) % self._num, k.shape[3])
         for queries, keys in pairs:
+            # Only in the first round, and on the diagonal, does the band hide keys: other pairs see each other whole.
             is_own = not step and isinstance(queries, int)
-            about = {"start": (of_queries[queries], of_keys[keys]), "dtype": dtype_of_sums(q.dtype)}
-            yield queries, keys, is_own, about | {"band": band if is_own else (None, None)}
+            about = {
+                "start": (query_starts[queries], key_starts[keys]),
+                "dtype": dtype_of_sums(q.dtype),
+                "band": self._about["band"] if is_own else (None, None),
+            }
+            yield queries, keys, is_own, about
 
     def _in_turn(self, *values):
         """Values that wait for each other, so that the scores of one pair at a time are held; a kernel holds none."""
@@ -221,50 +263,75 @@ class OnMesh:
 
     def _chunked(self, *arrays, dim=2):
         """Those that this device computes, (chunks, ...)."""
-        own = (self._exchanged(x, dim) for x in arrays)
-        return tuple(jnp.stack(jnp.split(x, self._num_chunks, dim)) for x in own)
+        chunks = []
+        for array in arrays:
+            chunks.append(jnp.stack(jnp.split(self._exchanged(array, dim), self._num_chunks, dim)))
+        return tuple(chunks)
 
     def _joined(self, x):
         return self._exchanged(jnp.concatenate(tuple(x), 2))
 
     def _ring(self, tensors, segments, sinks, seed, extra):
-        (q, k, v), segments = self._chunked(*tensors), self._chunked(*segments, dim=1)
+        q, k, v = self._chunked(*tensors)
+        segments = self._chunked(*segments, dim=1)
         dtype = dtype_of_sums(q.dtype)
+        outs = jnp.zeros((*q.shape[:-1], v.shape[-1]), dtype)
         totals = jnp.full(q.shape[:-1], jnp.finfo(dtype).min, dtype)
-        totals = jnp.maximum(totals, sinks[0].astype(dtype)[:, None]) if sinks else totals
-        outs, held = jnp.zeros((*q.shape[:-1], v.shape[-1]), dtype), (k, v, segments[1:])
+        if sinks:
+            totals = jnp.maximum(totals, sinks[0].astype(dtype)[:, None])
+
+        arriving = (k, v, segments[1:])
         for step in range(self._num):
-            here = held
-            held = self._next(held) if step + 1 < self._num else held
-            for at, of, _, about in self._rounds(step, q, here[0]):
-                k, v, of_keys = jax.tree.map(lambda x, of=of: x[of], here)
-                own = (*(x[at] for x in segments[:1]), *of_keys)
-                own_q, outs, totals = self._in_turn(q[at], outs, totals)
-                more = self._attend(own_q, k, v, own, (), seed, extra, **about)
-                out, total = _merged(outs[at], totals[at], *more)
-                outs, totals = outs.at[at].set(out), totals.at[at].set(total)
+            # Sent on before it is computed with, so that neither waits for the other.
+            present = arriving
+            if step + 1 < self._num:
+                arriving = self._next(present)
+
+            for queries, keys, _, about in self._rounds(step, q, present[0]):
+                k_part, v_part, key_segments = jax.tree.map(lambda x, keys=keys: x[keys], present)
+                pair_segments = (*(x[queries] for x in segments[:1]), *key_segments)
+                q_part, outs, totals = self._in_turn(q[queries], outs, totals)
+                out, total = self._attend(q_part, k_part, v_part, pair_segments, (), seed, extra, **about)
+                out, total = _merged(outs[queries], totals[queries], out, total)
+                outs = outs.at[queries].set(out)
+                totals = totals.at[queries].set(total)
         return self._joined(outs.astype(tensors[0].dtype)), self._joined(totals)
 
     def _ring_back(self, tensors, segments, sinks, seed, extra):
-        (grad, q, k, v, *results), segments = self._chunked(*tensors), self._chunked(*segments, dim=1)
+        grad, q, k, v, *results = self._chunked(*tensors)
+        segments = self._chunked(*segments, dim=1)
         dtype = dtype_of_sums(q.dtype)
-        held, sums = (k, v, segments[1:]), (jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype))
-        of_q, of_sinks = jnp.zeros(q.shape, dtype), [jnp.zeros(sink.shape, dtype) for sink in sinks]
+        grad_q = jnp.zeros(q.shape, dtype)
+        grads_sinks = [jnp.zeros(sink.shape, dtype) for sink in sinks]
+
+        # The gradients of keys and values go round with them, and are at home again after the last round.
+        sums = (jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype))
+        arriving = (k, v, segments[1:])
         for step in range(self._num):
-            here = held
-            held = self._next(held) if step + 1 < self._num else held
-            for at, of, is_own, about in self._rounds(step, q, here[0]):
-                k, v, of_keys = jax.tree.map(lambda x, of=of: x[of], here)
-                saved, own = (q[at], k, v, *(x[at] for x in results)), (*(x[at] for x in segments[:1]), *of_keys)
-                of_q, sums, saved = self._in_turn(of_q, sums, saved)
-                of_own = sinks if is_own else ()  # once for each query
-                more, *parts = self._attend_back(grad[at], saved, own, of_own, seed, extra, **about)
-                of_q = of_q.at[at].add(more)
-                sums = tuple(old.at[of].add(new) for old, new in zip(sums, parts[:2], strict=True))
-                of_sinks = [old + new for old, new in zip(of_sinks, parts[2:], strict=True)] if of_own else of_sinks
+            present = arriving
+            if step + 1 < self._num:
+                arriving = self._next(present)
+
+            for queries, keys, is_own, about in self._rounds(step, q, present[0]):
+                k_part, v_part, key_segments = jax.tree.map(lambda x, keys=keys: x[keys], present)
+                pair_segments = (*(x[queries] for x in segments[:1]), *key_segments)
+                saved = (q[queries], k_part, v_part, *(x[queries] for x in results))
+                grad_q, sums, saved = self._in_turn(grad_q, sums, saved)
+
+                # The sinks are among the scores of each query once.
+                pair_sinks = sinks if is_own else ()
+                grads = self._attend_back(grad[queries], saved, pair_segments, pair_sinks, seed, extra, **about)
+                of_q, of_k, of_v, *of_sinks = grads
+                grad_q = grad_q.at[queries].add(of_q)
+                sums = (sums[0].at[keys].add(of_k), sums[1].at[keys].add(of_v))
+                if pair_sinks:
+                    grads_sinks = [total + part for total, part in zip(grads_sinks, of_sinks, strict=True)]
             sums = self._next(sums)
-        found = (self._joined(g.astype(x.dtype)) for g, x in zip((of_q, *sums), tensors[1:4], strict=True))
-        return *found, self._sum_of_sinks(of_sinks, sinks, over_context=True)
+
+        grads_inputs = []
+        for total, x in zip((grad_q, *sums), tensors[1:4], strict=True):
+            grads_inputs.append(self._joined(total.astype(x.dtype)))
+        return *grads_inputs, self._sum_of_sinks(grads_sinks, sinks, over_context=True)
 
 
 def _place(axes, length):
@@ -274,9 +341,11 @@ def _place(axes, length):
 def _merged(out, total, more, more_total):
     """Two parts of a mean as one: by their weights, of which the highest is taken out first."""
     highest = jnp.maximum(total, more_total)
-    mine, others = jnp.exp(total - highest), jnp.exp(more_total - highest)
-    both = mine + others
-    return (out * mine[..., None] + more * others[..., None]) / both[..., None], highest + jnp.log(both)
+    weight = jnp.exp(total - highest)
+    more_weight = jnp.exp(more_total - highest)
+    both = weight + more_weight
+    mean = (out * weight[..., None] + more * more_weight[..., None]) / both[..., None]
+    return mean, highest + jnp.log(both)
 
 
 def on_mesh(qkv, segments, sinks, about, dropout: float, rows: RowSplit | None) -> OnMesh | None:
@@ -286,8 +355,14 @@ def on_mesh(qkv, segments, sinks, about, dropout: float, rows: RowSplit | None) 
     """
     if rows is None:
         return None
-    context, (q, k, _) = rows.context, qkv
-    size = 1 if context is None else rows.mesh.shape[context.axis]
-    context = None if size == 1 or q.shape[2] % size or k.shape[2] % size else context
-    found = OnMesh(rows, qkv, segments, sinks, about, dropout, context)
-    return found if context is not None or found.has_kernel else None
+    q, k, _ = qkv
+    context = rows.context
+    if context is not None:
+        size = rows.mesh.shape[context.axis]
+        if size == 1 or q.shape[2] % size or k.shape[2] % size:
+            context = None
+
+    attention = OnMesh(rows, qkv, segments, sinks, about, dropout, context)
+    if context is None and not attention.has_kernel:
+        return None
+    return attention
