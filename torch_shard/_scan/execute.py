@@ -46,10 +46,11 @@ def array_of(value: Result) -> Any:
 def stack_of(values: Sequence[Result]) -> Result:
     """Results stacked: without a copy where they are the rows of one stack, in order."""
     pieces: list[Result] = []
-    for _, run in itertools.groupby(enumerate(values), lambda pair: _run_of(*pair)):
-        rows = [value for _, value in run]
-        if isinstance(rows[0], StackRow):
-            pieces.append(rows[0].stack[rows[0].index : rows[-1].index + 1])
+    for _, neighbours in itertools.groupby(enumerate(values), lambda pair: _run_of(*pair)):
+        rows = [value for _, value in neighbours]
+        first, last = rows[0], rows[-1]
+        if isinstance(first, StackRow):
+            pieces.append(first.stack[first.index : last.index + 1])
         else:
             pieces.append(jnp.stack(rows))
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
@@ -163,40 +164,47 @@ class _Run:
             return self._inputs[(value.source, *value.path)]
         return wide(_at(self.done[value.source], value.path))
 
-    def _given(self, values: Sequence[Operand]) -> tuple[Result, Result]:
+    def _stack_and_rows(self, values: Sequence[Operand]) -> tuple[Result, Result]:
         """Values that iterations are given: `(None, stack)`, or `(stack, rows)` where they are some rows of a stack."""
-        found = [row_or_value(value, self._inputs, self.read) for value in values]
-        first = found[0]
-        if isinstance(first, StackRow) and all(isinstance(v, StackRow) and v.stack is first.stack for v in found):
-            rows = [v.index for v in found]
+        results = [row_or_value(value, self._inputs, self.read) for value in values]
+        first = results[0]
+        if isinstance(first, StackRow) and all(isinstance(r, StackRow) and r.stack is first.stack for r in results):
+            rows = [result.index for result in results]
+
+            # All rows in order are the stack itself; of others a scan takes each by its number, without a copy.
             if rows != list(range(len(first.stack))):
                 return first.stack, jnp.asarray(rows, jnp.int32)
-        return None, stack_of(found)
+        return None, stack_of(results)
 
     def loop(self, loop: Loop, key: Key) -> None:
         """Run a loop; its results are kept as rows."""
-        count, backwards = len(loop.iterations), _runs_backwards(loop)
+        num_iterations = len(loop.iterations)
+        backwards = _runs_backwards(loop)
         step = -1 if backwards else 1
         fixed = [array_of(self.read(v)) for v in loop.fixed]
-        per_row = [self._given(values[::step]) for values in loop.each]
+        stacks_and_rows = [self._stack_and_rows(values[::step]) for values in loop.each]
+        stacks = [stack for stack, _ in stacks_and_rows]
         places = {i: jnp.asarray(of[::step], jnp.int32) for i, of in places_of(loop).items()}
         results = self._results(loop)
 
-        def body(carry: list[jax.Array], given: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-            each, places = given
-            each = [row if of is None else of[row] for (of, _), row in zip(per_row, each, strict=True)]
+        def body(carry: list[jax.Array], xs: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+            rows, places = xs
+            each = [row if stack is None else stack[row] for stack, row in zip(stacks, rows, strict=True)]
             known = {"carry": carry, "each": each, "fixed": fixed}
             return iterate(loop, results, key, known, places, self._split)
 
         first = [array_of(self.read(value)) for value, _, _ in loop.carries]
         if loop.is_backward:
             first = self._after_outputs(first)
-        rows = [rows for _, rows in per_row]
+        rows = [rows for _, rows in stacks_and_rows]
         with jax.named_scope("backward") if loop.is_backward else contextlib.nullcontext():
-            last, stacks = jax.lax.scan(body, first, (rows, places), length=count, reverse=backwards)
-        for (number, path), stack in zip(results, map(wide, stacks), strict=True):
-            for q, span in enumerate(loop.iterations):
-                self._known[Operand(span[number], path)] = StackRow(stack, count - 1 - q if backwards else q)
+            last, outputs = jax.lax.scan(body, first, (rows, places), length=num_iterations, reverse=backwards)
+
+        for (number, path), output in zip(results, outputs, strict=True):
+            stack = wide(output)
+            for iteration, span in enumerate(loop.iterations):
+                row = num_iterations - 1 - iteration if backwards else iteration
+                self._known[Operand(span[number], path)] = StackRow(stack, row)
         for (_, number, path), value in zip(loop.carries, last, strict=True):
             if (number, path) not in results:
                 self._known[Operand(loop.iterations[-1][number], path)] = value
@@ -216,14 +224,15 @@ class _Run:
     def _results(self, loop: Loop) -> list[tuple[int, tuple[int, ...]]]:
         """`(number of the instruction, path)` of what is read outside, and is not only handed on."""
         handed = {(number, path) for _, number, path in loop.carries}
-        final = loop.iterations[-1]
-        found = {}
+        last_span = loop.iterations[-1]
+        results: dict[tuple[int, tuple[int, ...]], None] = {}
         for span in loop.iterations:
             for number, instruction in enumerate(span):
                 for path in sorted(self._wanted.get(instruction, ())):
-                    if span is not final or (number, path) not in handed:
-                        found[number, path] = None
-        return list(found)
+                    # What the last iteration hands on is what the scan gives besides the stacks.
+                    if span is not last_span or (number, path) not in handed:
+                        results[number, path] = None
+        return list(results)
 
 
 def iterate(
@@ -247,15 +256,19 @@ def iterate(
     Returns:
         What it hands on, and the results, of which some are `Narrow`.
     """
-    found: list[Result] = []
-    for i, instruction in enumerate(loop.iterations[0]):
-        sources = [
-            wide(_at(found[s.number], s.path)) if s.kind == "own" else known[s.kind][s.number] for s in loop.slots[i]
-        ]
+    values: list[Result] = []
+    for number, instruction in enumerate(loop.iterations[0]):
+        sources: list[Result] = []
+        for slot in loop.slots[number]:
+            if slot.kind == "own":
+                sources.append(wide(_at(values[slot.number], slot.path)))
+            else:
+                sources.append(known[slot.kind][slot.number])
         with instruction.scope(of_all=True):
-            found.append(instruction.operate(key, places.get(i), sources, split))
-    handed = [wide(_at(found[number], path)) for _, number, path in loop.carries]
-    return handed, [_at(found[number], path) for number, path in results]
+            values.append(instruction.operate(key, places.get(number), sources, split))
+
+    handed = [wide(_at(values[number], path)) for _, number, path in loop.carries]
+    return handed, [_at(values[number], path) for number, path in results]
 
 
 def places_of(loop: Loop) -> dict[int, list[int | None]]:

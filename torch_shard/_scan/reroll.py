@@ -17,7 +17,8 @@ from torch_shard._scan.instructions import Instruction, Operand
 
 Item = TypeVar("Item")
 
-LONGEST_PERIOD = 4  # layers in one iteration: alternating kinds of attention have two, some hybrids three or four
+# Layers in one iteration: alternating kinds of attention have two, some hybrids three or four.
+LONGEST_PERIOD = 4
 
 
 SourceKind = Literal["own", "fixed", "carry", "each"]
@@ -77,21 +78,32 @@ def reroll(instructions: list[Instruction]) -> list[Instruction | Loop]:
     instructions = with_first_sums(instructions, LONGEST_PERIOD)
     order = {instruction: i for i, instruction in enumerate(instructions)}
     anchors = [i for i, instruction in enumerate(instructions) if instruction.layer is not None]
-    found, begin, last, end = [], 0, -1, 0
+    candidates: list[tuple[int, int, Loop]] = []
+    begin, last, end = 0, -1, 0
     for at in range(len(anchors)):
-        floor = 0 if at == last else end
-        if at < begin or (stretch := _best(instructions, anchors[at:], order, floor)) is None:
+        if at < begin:
             continue
-        found.append(stretch)
-        if at != last:  # what begins within a loop is no longer, unless it begins in its last iteration
-            layers, count = len(stretch[2].layers), len(stretch[2].iterations)
-            begin, end = at + layers - layers // count, stretch[1]
+        floor = 0 if at == last else end
+        candidate = _best(instructions, anchors[at:], order, floor)
+        if candidate is None:
+            continue
+        candidates.append(candidate)
+
+        # What begins within a loop is no longer than it, unless it begins in its last iteration.
+        if at != last:
+            _, stop, loop = candidate
+            num_layers = len(loop.layers)
+            begin = at + num_layers - num_layers // len(loop.iterations)
+            end = stop
             last = begin
-    found.sort(key=lambda stretch: -len(stretch[2].iterations))
+
+    # Of those that overlap, the one with the most iterations.
+    candidates.sort(key=lambda candidate: -len(candidate[2].iterations))
     loops: dict[int, tuple[int, Loop]] = {}
-    for first, stop, loop in found:
+    for first, stop, loop in candidates:
         if all(stop <= start or end <= first for start, (end, _) in loops.items()):
             loops[first] = stop, loop
+
     result: list[Instruction | Loop] = []
     end = 0
     for i, instruction in enumerate(instructions):
@@ -113,12 +125,17 @@ def _best(
         if len(starts) < 2:
             break
         length = starts[1] - starts[0]
-        for before in dict.fromkeys((0, length - 1, *range(length))):  # what lies between is the next one's, or not
-            spans = _alike(instructions, [s - before for s in starts], length) if starts[0] - before >= floor else []
+        # What lies between two layers belongs to the one after it, or to the one before: these are tried first.
+        for before in dict.fromkeys((0, length - 1, *range(length))):
+            first = starts[0] - before
+            if first < floor:
+                continue
+            spans = _alike(instructions, [start - before for start in starts], length)
             most = 1 if best is None else len(best[2].iterations)
-            loop = _prove(spans, order) if len(spans) > most else None
+            if len(spans) <= most:
+                continue
+            loop = _prove(spans, order)
             if loop is not None and len(loop.iterations) > most:
-                first = starts[0] - before
                 best = first, first + length * len(loop.iterations), loop
     return best
 
@@ -160,28 +177,48 @@ class _Proof:
             self.slots.append([self._slot(values) for values in per_source])
 
     def _slot(self, values: tuple[Operand, ...]) -> Source:
-        first, own = values[0], self._made(0, values[0])
-        handed = self._made(0, values[1])
-        holds: dict[SourceKind, Callable[[int, Operand], bool]] = {
-            "own": lambda q, v: own is not None and self._made(q, v) == own,
-            "fixed": lambda q, v: v == first and self._is_before(v),
-            "carry": lambda q, v: (
-                self._is_before(v) if q == 0 else handed is not None and self._made(q - 1, v) == handed
-            ),
-            "each": lambda q, v: self._is_before(v),
+        """The kind of a source, of which these are the values in the iterations."""
+        first = values[0]
+        made_in_same = self._made(0, first)
+        made_in_previous = self._made(0, values[1])
+
+        def is_own(iteration: int, value: Operand) -> bool:
+            return made_in_same is not None and self._made(iteration, value) == made_in_same
+
+        def is_fixed(iteration: int, value: Operand) -> bool:
+            return value == first and self._is_before(value)
+
+        def is_carry(iteration: int, value: Operand) -> bool:
+            if iteration == 0:
+                return self._is_before(value)
+            return made_in_previous is not None and self._made(iteration - 1, value) == made_in_previous
+
+        def is_each(iteration: int, value: Operand) -> bool:
+            return self._is_before(value)
+
+        tests: dict[SourceKind, Callable[[int, Operand], bool]] = {
+            "own": is_own,
+            "fixed": is_fixed,
+            "carry": is_carry,
+            "each": is_each,
         }
-        lengths: dict[SourceKind, int] = {
-            kind: sum(itertools.takewhile(bool, itertools.starmap(test, enumerate(values))))
-            for kind, test in holds.items()
-        }
-        kind = max(lengths, key=lambda k: lengths[k])  # the first of those that hold longest
+        lengths: dict[SourceKind, int] = {}
+        for kind, test in tests.items():
+            holding = itertools.takewhile(lambda pair, test=test: test(*pair), enumerate(values))
+            lengths[kind] = sum(1 for _ in holding)
+
+        # Of kinds that hold equally long the first: a value that is always the same needs no stack.
+        kind = max(lengths, key=lambda k: lengths[k])
         self.holds = max(1, min(self.holds, lengths[kind]))
+
         if kind == "own":
-            return Source(kind, *(own or (0, ())))
+            return Source(kind, *(made_in_same or (0, ())))
         if kind == "carry":
-            number, path = handed or (0, ())
+            number, path = made_in_previous or (0, ())
             return Source(kind, _index(self.carries, (first, number, path)))
-        return Source(kind, _index(self.fixed, first) if kind == "fixed" else _index(self.each, values))
+        if kind == "fixed":
+            return Source(kind, _index(self.fixed, first))
+        return Source(kind, _index(self.each, values))
 
     def _made(self, iteration: int, value: Operand) -> tuple[int, tuple[int, ...]] | None:
         """The instruction of an iteration that has made a value, and its path."""
@@ -225,19 +262,26 @@ def with_first_sums(instructions: Sequence[Instruction], longest: int) -> list[I
     """The same instructions, and sums with zero where the backward pass of the first layers lacks sums of gradients."""
     zeros: dict[Hashable, Instruction] = {}
     added: dict[Instruction, list[Instruction]] = {}
-    further = {value.source for item in instructions if item.is_sum for value in item.sources}
+
+    # A sum that the layers after the first ones have is read by a further sum, or it is none of such a chain.
+    terms = {value.source for item in instructions if item.is_sum for value in item.sources}
     for begin in _begins(instructions):
         for period in range(1, longest + 1):
             starts = begin[: 2 * period + 1 : period]
             pairs = _pairs(instructions, starts)
-            pair = next((p for p in pairs if p.missing and all(m.like in further for m in p.missing)), None)
+            pair = next((p for p in pairs if p.missing and all(m.like in terms for m in p.missing)), None)
             if pair is not None:
                 for front, item in pair.fill(zeros):
                     added.setdefault(front, []).append(item)
                 break
     if not added:
         return list(instructions)
-    return [*zeros.values(), *(each for item in instructions for each in (*added.get(item, ()), item))]
+
+    result = list(zeros.values())
+    for item in instructions:
+        result += added.get(item, ())
+        result.append(item)
+    return result
 
 
 def _begins(instructions: Sequence[Instruction]) -> Iterator[list[int]]:
@@ -245,7 +289,8 @@ def _begins(instructions: Sequence[Instruction]) -> Iterator[list[int]]:
     anchors = [at for at, instruction in enumerate(instructions) if instruction.layer and instruction.is_backward]
     seen = set[Hashable]()
     for number, at in enumerate(anchors):
-        if (kind := instructions[at].kind) not in seen:
+        kind = instructions[at].kind
+        if kind not in seen:
             seen.add(kind)
             yield anchors[number:]
 
@@ -269,30 +314,39 @@ class _Pair:
     """The first layers, and those after them, which have some sums more: `missing`, none if that is not all."""
 
     def __init__(self, first: Sequence[Instruction], second: Sequence[Instruction]) -> None:
-        self._first, self._own = first, set(first)
+        self._first = first
+        self._of_first = set(first)
         self._alike: dict[Instruction, Instruction] = {}
         self._sums: dict[Instruction, _Missing] = {}
         holds = len(first) < len(second) and self._match(second)
         self.missing = list(self._sums.values()) if holds else []
 
     def _match(self, second: Sequence[Instruction]) -> bool:
-        position, made = 0, set(second)
+        """Go through both, and tell whether the second ones are the first ones and sums."""
+        position = 0
+        made = set(second)
         for item in second:
             here = self._first[position] if position < len(self._first) else None
             if here is not None and self._are_alike(here, item, made):
                 self._alike[item] = here
                 position += 1
-            elif (found := self._sum(item, second[0] if here is None else here)) is not None:
-                self._sums[item] = found
-            else:
+                continue
+
+            missing = self._sum(item, second[0] if here is None else here)
+            if missing is None:
                 return False
+            self._sums[item] = missing
         return position == len(self._first)
 
     def _are_alike(self, here: Instruction, item: Instruction, made: set[Instruction]) -> bool:
-        pairs = zip(here.sources, item.sources, strict=False)
-        return here.kind == item.kind and all(mine == self._mine(v) for mine, v in pairs if v.source in made)
+        if here.kind != item.kind:
+            return False
+        for source, other in zip(here.sources, item.sources, strict=False):
+            if other.source in made and source != self._counterpart(other):
+                return False
+        return True
 
-    def _mine(self, value: Operand) -> Operand | None:
+    def _counterpart(self, value: Operand) -> Operand | None:
         """What the first layers have in place of what the others have made."""
         if value.source in self._sums:
             return self._sums[value.source].value
@@ -303,14 +357,14 @@ class _Pair:
         if not item.is_sum or item.fake is None:
             return None
         for term in (0, 1):
-            value, before = self._mine(item.sources[term]), item.sources[1 - term]
-            if value is not None and before.source in self._own:
+            value, before = self._counterpart(item.sources[term]), item.sources[1 - term]
+            if value is not None and before.source in self._of_first:
                 return _Missing(item, term, value, front)
         return None
 
     def fill(self, zeros: dict[Hashable, Instruction]) -> list[tuple[Instruction, Instruction]]:
         """The sums, each with the instruction that it belongs in front of; what reads the values reads these then."""
-        found: list[tuple[Instruction, Instruction]] = []
+        sums: list[tuple[Instruction, Instruction]] = []
         replaced: dict[Instruction, Operand] = {}
         for missing in self.missing:
             fake = missing.like.fake
@@ -320,7 +374,7 @@ class _Pair:
             sources = [missing.value, zero] if missing.term == 0 else [zero, missing.value]
             item = dataclasses.replace(missing.like, sources=sources)
             replaced[missing.like] = Operand(item)
-            found.append((missing.front, item))
+            sums.append((missing.front, item))
             before = missing.like.sources[1 - missing.term]
             if before == missing.value:
                 missing.like.sources[1 - missing.term] = Operand(item)
@@ -328,7 +382,7 @@ class _Pair:
             for at, value in enumerate(item.sources):
                 if value.source in replaced:
                     here.sources[at] = replaced[value.source]
-        return found
+        return sums
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Instruction:

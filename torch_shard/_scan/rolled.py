@@ -148,9 +148,12 @@ class RolledLoss:
 
     def without(self, inputs: Sequence[GraphInput]) -> list[str]:
         """Names of bundled parameters that the loss does not reach, of the inputs whose gradients follow it."""
-        pairs = zip(inputs, self.outputs[1:], strict=False)
-        bundles = [(names_of(given), found.values) for given, found in pairs if isinstance(found, BundleValues)]
-        return [name for names, values in bundles for name, value in zip(names, values, strict=True) if value is None]
+        without: list[str] = []
+        for graph_input, output in zip(inputs, self.outputs[1:], strict=False):
+            if isinstance(output, BundleValues):
+                members = zip(names_of(graph_input), output.values, strict=True)
+                without += [name for name, value in members if value is None]
+        return without
 
     @property
     def loops(self) -> list[Loop]:
@@ -222,10 +225,10 @@ def capture_layers(
 
     groups = repeats.groups(model)
     while any(group.refused is None for group in groups):
-        found = attempt(LayerInterceptor(groups, model))
-        if not isinstance(found, Restart):
-            return *found, groups
-        found.learn(groups)
+        result = attempt(LayerInterceptor(groups, model))
+        if not isinstance(result, Restart):
+            return *result, groups
+        result.learn(groups)
     _refuse_if_asked(groups, repeats, what)
     fn, specs = joint(None)
     program = Program(fn, specs, what)
