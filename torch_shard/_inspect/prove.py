@@ -60,12 +60,16 @@ USUAL: Mapping[str, tuple[PlanFn, Mapping[str, int]]] = {
 
 def _usual_mesh(name: str) -> Mesh:
     """The mesh of a usual layout, of all devices."""
-    left, sizes = jax.device_count(), dict(USUAL[name][1])
-    for axis, size in sizes.items():
-        if size:
-            sizes[axis] = size if left % size == 0 else 1
-            left //= sizes[axis]
-    return make_mesh(None, topology=None, **{axis: size or left for axis, size in sizes.items()})
+    _, asked_sizes = USUAL[name]
+    num_left = jax.device_count()
+    sizes = dict[str, int]()
+    for axis, size in asked_sizes.items():
+        if size and num_left % size:
+            size = 1
+        sizes[axis] = size
+        num_left //= size or 1
+    # An axis of size 0 takes what the others leave.
+    return make_mesh(None, topology=None, **{axis: size or num_left for axis, size in sizes.items()})
 
 
 def layouts_of(plans: PyTree, meshes: PyTree) -> list[Layout]:
@@ -77,30 +81,39 @@ def layouts_of(plans: PyTree, meshes: PyTree) -> list[Layout]:
     """
     chosen = _plans(plans)
     if meshes is None:
-        if own := [name for name in chosen if name not in USUAL]:
-            raise ValueError(f"{caller()}: give meshes=[...] for the plans {', '.join(own)}: where they are to lie.")
-        pairs = [(name, _usual_mesh(name)) for name in chosen]
-    else:
-        given = [meshes] if isinstance(meshes, Mesh) else meshes
-        check_kind("meshes", given, Sequence)
-        pairs = [(name, check_mesh(mesh)) for mesh in cast(Sequence[Mesh], given) for name in chosen]
-    return [(name, mesh, chosen[name]) for name, mesh in pairs]
+        unusual = [name for name in chosen if name not in USUAL]
+        if unusual:
+            raise ValueError(
+                f"{caller()}: give meshes=[...] for the plans {', '.join(unusual)}: where they are to lie."
+            )
+        return [(name, _usual_mesh(name), plan) for name, plan in chosen.items()]
+
+    several = [meshes] if isinstance(meshes, Mesh) else meshes
+    check_kind("meshes", several, Sequence)
+    layouts = list[Layout]()
+    for mesh in cast(Sequence[Mesh], several):
+        for name, plan in chosen.items():
+            layouts.append((name, check_mesh(mesh), plan))
+    return layouts
 
 
-def _plans(given: PyTree) -> Mapping[str, ShardingPlan | PlanFn]:
-    given = list(USUAL) if given is None else given
-    if isinstance(given, Mapping):
-        for name, plan in cast(Mapping[object, object], given).items():
+def _plans(plans: PyTree) -> Mapping[str, ShardingPlan | PlanFn]:
+    """Plans by name."""
+    plans = list(USUAL) if plans is None else plans
+    if isinstance(plans, Mapping):
+        for name, plan in cast(Mapping[object, object], plans).items():
             check_kind("a name in plans", name, str)
             if not isinstance(plan, ShardingPlan) and not callable(plan):
                 raise TypeError(
                     f"{caller()}: plans[{name!r}] must be a ShardingPlan, or a function of a model and a mesh that "
                     f"makes one, such as ts.plans.fsdp; got {type(plan).__name__}."
                 )
-        return cast(Mapping[str, ShardingPlan | PlanFn], given)
-    names = [given] if isinstance(given, str) else given
+        return cast(Mapping[str, ShardingPlan | PlanFn], plans)
+
+    names = [plans] if isinstance(plans, str) else plans
     check_kind("plans", names, Sequence, hint='Plans of your own have names: {"mine": plan}.')
-    if strange := [name for name in cast(Sequence[object], names) if name not in USUAL]:
+    strange = [name for name in cast(Sequence[object], names) if name not in USUAL]
+    if strange:
         raise ValueError(
             f"{caller()}: plans has {strange[0]!r}, which is none of {', '.join(map(repr, USUAL))}. Plans of your own "
             'have names: plans={"mine": plan}, meshes=[mesh].'
@@ -184,7 +197,12 @@ class Proofs(InNotebooks):
         return not self._failed()
 
     def _failed(self) -> list[Proof]:
-        return [row for row in self.rows if not row.holds and not (row.refused and row.need_not_fit)]
+        failed = list[Proof]()
+        for row in self.rows:
+            may_not_fit = row.refused and row.need_not_fit
+            if not row.holds and not may_not_fit:
+                failed.append(row)
+        return failed
 
     @error_prefix("raise_if_different")
     def raise_if_different(self) -> None:
@@ -199,13 +217,16 @@ class Proofs(InNotebooks):
         raise AssertionError(f"these layouts do not give the numbers of {self.reference}:\n" + "\n".join(lines))
 
     def __rich__(self) -> Table:
-        shown = [kind for kind in KINDS if any(row.worst(kind) for row in self.rows)]
-        title = f"Largest differences from {self.reference} after {self.steps} step{'s' * (self.steps != 1)}"
+        kinds = [kind for kind in KINDS if any(row.worst(kind) for row in self.rows)]
+        title = f"Largest differences from {self.reference} after {self.steps} step{'s' if self.steps != 1 else ''}"
         table = Table(title=title, caption="relative to the largest entry of the value")
-        for column in ("plan", "mesh", *shown, "in", ""):
+        for column in ("plan", "mesh", *kinds, "in", ""):
             table.add_column(column, justify="right" if column in KINDS else "left", overflow="fold")
         for row in self.rows:
-            sizes = [f"{found.worst:.1e}" if (found := row.worst(kind)) else "" for kind in shown]
+            sizes = list[str]()
+            for kind in kinds:
+                largest = row.worst(kind)
+                sizes.append("" if largest is None else f"{largest.worst:.1e}")
             colour = "green" if row.holds else "yellow" if row.need_not_fit else "red"
             verdict = "holds" if row.holds else _said(row)
             table.add_row(row.plan, row.mesh, *sizes, "" if row.refused else row.dtype, verdict, style=colour)
@@ -324,25 +345,27 @@ def prove(
 def _rows(training: Training, layouts: Sequence[Layout], *, is_usual: bool) -> tuple[list[Proof], Run]:
     """Train under each layout, for a row of the table or to say why it does not fit; and one of these runs."""
     rows, runs, errors = list[Proof](), list[Run](), list[Exception]()
-    known: dict[int, tuple[str, list[Values], float, str]] = {}  # the reference: one for all without microbatches
-    for label, mesh, plan in layouts:
+    references: dict[int, tuple[str, list[Values], float, str]] = {}
+    for number, (label, mesh, plan) in enumerate(layouts):
         about = describe_mesh(mesh)
         try:
             with quietly():
-                made = plan_for(plan, training.model, mesh)
-            parts = MICROBATCHES if made.pipeline else 1
-            run = training.on(mesh, made, parts)
+                resolved = plan_for(plan, training.model, mesh)
+            num_microbatches = MICROBATCHES if resolved.pipeline else 1
+            run = training.on(mesh, resolved, num_microbatches)
         except (ValueError, NotImplementedError) as error:
             errors.append(error)
             rows.append(Proof(label, about, "", None, " ".join(str(error).split()), need_not_fit=is_usual))
             continue
-        key = 0 if parts == 1 else len(rows) + 1  # which rows a microbatch has depends on the layout
-        if key not in known:
-            known[key] = *run.reference(), *_limits(run)
+
+        # Which rows a microbatch has depends on the layout; without microbatches one reference is for all.
+        key = -1 if num_microbatches == 1 else number
+        if key not in references:
+            references[key] = *run.reference(), *_limits(run)
             runs.append(run)
-        name, reference, tolerance, dtype = known[key]
-        found = compared(differences(reference, None, run.values), name, mesh, tolerance, reference)
-        rows.append(Proof(label, about, dtype, found))
+        name, reference, tolerance, dtype = references[key]
+        comparison = compared(differences(reference, None, run.values), name, mesh, tolerance, reference)
+        rows.append(Proof(label, about, dtype, comparison))
     if len(errors) == len(layouts):
         raise errors[0]
     return rows, runs[0]
@@ -352,9 +375,10 @@ def _limits(run: Run) -> tuple[float, str]:
     """How far values may be apart, of the largest entry, and in what they were computed, in words."""
     dtype = run.training.dtype
     if dtype == torch.float64:
+        # Norms of transformers compute in float32, whatever the model has.
         replay = Replay(run.step.gradient_step, run.step.init(), run.step.put(run.training.batches[0]))
-        with _Narrow() as found, torch.no_grad():
+        with _Narrow() as narrow, torch.no_grad():
             replay.forward(next(iter(replay)))
-        if found.is_narrow:
+        if narrow.is_narrow:
             return EXACT[torch.float32], "float64, in part float32"
     return EXACT.get(dtype) or rounding_of(dtype), str(dtype).removeprefix("torch.")

@@ -162,7 +162,7 @@ def read_file(path: Path, needed: Sequence[str]) -> Mapping[str, Any]:
     arguments, sys.argv = sys.argv, [str(path)]
     sys.path.insert(0, str(path.parent.resolve()))
     try:
-        found: Mapping[str, Any] = runpy.run_path(str(path))
+        defined: Mapping[str, Any] = runpy.run_path(str(path))
     except Exception as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         where = f"in line {lines[-1]}" if lines else "as it is read"
@@ -173,13 +173,14 @@ def read_file(path: Path, needed: Sequence[str]) -> Mapping[str, Any]:
     finally:
         sys.path.pop(0)
         sys.argv = arguments
-    check_defined(path, found, needed)
-    return found
+    check_defined(path, defined, needed)
+    return defined
 
 
-def check_defined(path: Path | str, found: Mapping[str, Any], needed: Sequence[str]) -> None:
+def check_defined(path: Path | str, defined: Mapping[str, Any], needed: Sequence[str]) -> None:
     """Refuse a file that does not define all that is needed."""
-    if missing := [name for name in needed if name not in found]:
+    missing = [name for name in needed if name not in defined]
+    if missing:
         raise ValueError(f"{path} defines no {', '.join(missing)}; it has to define {', '.join(needed)}.")
 
 
@@ -193,8 +194,8 @@ def find_proved(target: str) -> tuple[torch.nn.Module, LossFn, PyTree]:
         return tiny(target)
     if not target.endswith(".py"):
         raise ValueError(f"{target} is neither a Python file nor one of {', '.join(TINY)}.")
-    found = read_file(Path(target), NEEDED[:3])
-    return found["model"], found["loss_fn"], found["batch"]
+    defined = read_file(Path(target), NEEDED[:3])
+    return defined["model"], defined["loss_fn"], defined["batch"]
 
 
 def _of_function(target: str, mesh: Mesh) -> tuple[Step, PyTree]:
@@ -203,16 +204,17 @@ def _of_function(target: str, mesh: Mesh) -> tuple[Step, PyTree]:
         raise ValueError(
             f"{target} is neither a Python file, nor module:function, nor an example ({', '.join(EXAMPLES)})."
         )
+    # As `python -m` does it: the script's own directory is not on the path of an installed command.
     sys.path.insert(0, os.getcwd())
     try:
-        found: Callable[..., Any] | None = getattr(importlib.import_module(module), name, None)
+        function: Callable[..., Any] | None = getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as error:
         raise ValueError(f"there is no module {error.name}.") from error
     finally:
         sys.path.pop(0)
-    if not callable(found):
+    if not callable(function):
         raise ValueError(f"{module} has no function {name}.")
-    made = found(mesh) if inspect.signature(found).parameters else found()
+    made = function(mesh) if inspect.signature(function).parameters else function()
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Step)):  # pyright: ignore
         raise ValueError(f"{module}:{name} must return a step, as make_train_step gives it, and a batch.")
     return made

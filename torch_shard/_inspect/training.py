@@ -66,16 +66,20 @@ class Training:
             compute_dtype=self.compute_dtype,
             accumulate_steps=accumulate_steps,
         ).apart()
-        state, found = step.init(), list[Values]()
+        state = step.init()
+        after_steps = list[Values]()
         # Accelerators round products of float32 by default, torch does not.
         with jax.default_matmul_precision("highest"):
             for batch in self.batches:
                 state, metrics = step(state, batch)
-                (kept, _) = cast(tuple[PyTree, PyTree], state.opt_state)
-                grads = {("gradient", name): array_of(grad) for name, grad in kept.items()}
-                own = {name: value for name, value in metrics.items() if name not in ("loss", "grad_norm")}
-                found.append(numbers_of(metrics["loss"], own) | grads | _held(state, state.tensors))
-        return Run(self, step, found)
+                (gradients, _) = cast(tuple[PyTree, PyTree], state.opt_state)
+                values = _entries(state, state.tensors)
+                for name, gradient in gradients.items():
+                    values["gradient", name] = array_of(gradient)
+                loss = metrics.pop("loss")
+                metrics.pop("grad_norm", None)
+                after_steps.append(numbers_of(loss, metrics) | values)
+        return Run(self, step, after_steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,22 +92,25 @@ class Run:
 
     def in_torch(self) -> list[Values]:
         """The same by eager torch on the CPU, from where the step begins and in its microbatches."""
-        state, found = self.step.init(), list[Values]()
+        state = self.step.init()
         model = self.step.gradient_step.cpu_model(state)
         optimizer = self.training.optimizers[1]([p for p in model.parameters() if p.requires_grad])
+        after_steps = list[Values]()
         for batch in self.training.batches:
             optimizer.zero_grad()
             replay = Replay(self.step.gradient_step, state, self.step.put(batch), model=model)
             numbers = replay.run(state.params)
             optimizer.step()
-            found.append(numbers | _held(state, replay.held(state.tensors)))
-        return found
+            after_steps.append(numbers | _entries(state, replay.held(state.tensors)))
+        return after_steps
 
     def alone(self) -> list[Values]:
         """The same on one device of this process, which holds all of it."""
         device = next(d for d in self.step.mesh.devices.flat if d.process_index == jax.process_index())
-        mesh, plan = make_mesh([device], topology=None, batch=1), ShardingPlan({}, default=PartitionSpec())
-        batches = [self.step.gradient_step.for_one_device(self.step.put(batch)) for batch in self.training.batches]
+        mesh = make_mesh([device], topology=None, batch=1)
+        plan = ShardingPlan({}, default=PartitionSpec())
+        gradient_step = self.step.gradient_step
+        batches = [gradient_step.for_one_device(self.step.put(batch)) for batch in self.training.batches]
         whole = dataclasses.replace(self.training, batches=batches, batch_spec=PartitionSpec())
         return whole.on(mesh, plan, self.step.options.accumulate_steps).values
 
@@ -130,13 +137,16 @@ def check_optimizers(optimizer: object, torch_optimizer: object, default: Optimi
 
 def _keeping_gradients(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """The same optimizer, with the last gradients in its state."""
-    kept = optax.GradientTransformation(lambda params: params, lambda updates, state, params=None: (updates, updates))
-    return optax.chain(kept, optimizer)
+    keep = optax.GradientTransformation(lambda params: params, lambda updates, state, params=None: (updates, updates))
+    return optax.chain(keep, optimizer)
 
 
-def _held(state: TrainState, tensors: Mapping[str, PyTree]) -> Values:
+def _entries(state: TrainState, tensors: Mapping[str, PyTree]) -> Values:
     """Parameters and buffers."""
-    return {("buffer" if n in state.buffers else "parameter", n): array_of(value) for n, value in tensors.items()}
+    values: Values = {}
+    for name, value in tensors.items():
+        values["buffer" if name in state.buffers else "parameter", name] = array_of(value)
+    return values
 
 
 @public
@@ -194,6 +204,7 @@ def compare_with_torch(
 def _compare(training: Training, mesh: Mesh, plan: ShardingPlan) -> Comparison:
     run = training.on(mesh, plan)
     name, reference = run.reference()
+    # Of a loss that draws random numbers, one device is the reference itself.
     is_random = run.step.draws_random
     rows = differences(reference, None if is_random else run.alone(), run.values)
     if not is_random and training.dtype == torch.float32:
