@@ -45,32 +45,40 @@ def leads_only_to_raise(frame: FrameType) -> bool | None:
         source to read.
     """
     source, code = _source_of(frame), frame.f_code
-    asked = source and source.asked(list(code.co_positions())[: frame.f_lasti // 2 + 1])
-    if source is None or asked is None or source.first_line(asked) != code.co_firstlineno:  # the file has changed
+    if source is None:
         return None
+    # An instruction takes two bytes.
+    places = list(code.co_positions())[: frame.f_lasti // 2 + 1]
+    asked = source.asked(places)
+    if asked is None or source.first_line(asked) != code.co_firstlineno:  # the file has changed
+        return None
+
     if source.is_settled(asked, frame):
         return isinstance(source.parents[asked].op, ast.And)
     if source.only_writes_where(asked):
         return True
-    ways = ((value, falls_through) for falls_through in (False, True) for value in (True, False))
-    return next((not value for value, falls_through in ways if source.only_tells(value, asked, falls_through)), None)
+    for falls_through in (False, True):
+        for value in (True, False):
+            if source.only_tells(value, asked, falls_through):
+                return not value
+    return None
 
 
 def lengths_compared(frame: FrameType) -> list[Any]:
     """What has its lengths compared at the present instruction, which asks for one: `len(a) == len(b)`, and no more."""
-    source = _source_of(frame)
-    call = source and source.nodes.get(list(frame.f_code.co_positions())[frame.f_lasti // 2])
-    if source is None or call is None or source.first_line(call) != frame.f_code.co_firstlineno:
+    source, call = _node_at(frame)
+    if source is None or call is None:
         return []
     match source.parents[call]:
         case ast.Compare(left=left, ops=ops, comparators=others) if all(type(op) in _OF_NUMBERS for op in ops):
-            found = [_measured(side) for side in (left, *others)]
+            measured = [_measured(side) for side in (left, *others)]
         case _:
             return []
+
     names = {**frame.f_globals, **frame.f_locals}
-    if "len" in names or None in found:
+    if "len" in names or None in measured:
         return []
-    return [eval(compile(ast.Expression(of), "<check>", "eval"), names) for of in found if of]
+    return [eval(compile(ast.Expression(of), "<check>", "eval"), names) for of in measured if of]
 
 
 def only_tells_text(frame: FrameType) -> bool:
@@ -79,11 +87,20 @@ def only_tells_text(frame: FrameType) -> bool:
     It is a part of what is given to `print`, to a logger or to `append`, of what an attribute or an item is set to, or
     of a variable that is used for such alone.
     """
+    source, text = _node_at(frame)
+    return source is not None and text is not None and source.is_only_told(text)
+
+
+def _node_at(frame: FrameType) -> "tuple[_Source | None, Any]":
+    """The source of a frame, and what stands there at the present instruction; None if the file has changed."""
     source = _source_of(frame)
-    text = source and source.nodes.get(list(frame.f_code.co_positions())[frame.f_lasti // 2])
-    if source is None or text is None or source.first_line(text) != frame.f_code.co_firstlineno:
-        return False
-    return source.is_only_told(text)
+    if source is None:
+        return None, None
+    place = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+    node = source.nodes.get(place)
+    if node is None or source.first_line(node) != frame.f_code.co_firstlineno:
+        return source, None
+    return source, node
 
 
 @functools.lru_cache(maxsize=1024)
@@ -132,15 +149,18 @@ class _Source:
             places: Of the instructions of a function up to this one. Where the last stands for a whole statement (in
                 Python 3.11, and in an assert that pytest has rewritten), the one before it computed the value.
         """
-        found = self.nodes.get(places[-1])
-        if isinstance(found, ast.If | ast.Assert):
-            statement, before = found, (place for place in reversed(places) if place != places[-1])
-            found = self.nodes.get(next(before, places[-1]))
-            if found is None or not any(found is node for node in ast.walk(statement.test)):
+        node = self.nodes.get(places[-1])
+        if isinstance(node, ast.If | ast.Assert):
+            statement = node
+            places_before = [place for place in places if place != places[-1]]
+            node = self.nodes.get(places_before[-1] if places_before else places[-1])
+            if node is None or not any(node is part for part in ast.walk(statement.test)):
                 return None
-        if isinstance(found, ast.UnaryOp) and isinstance(found.op, ast.Not):
-            return found.operand  # `not` gives a bool, so that what was asked is what it stands before
-        return found if isinstance(found, ast.expr) and not _asks_another(found) else None
+
+        # `not` gives a bool, so that what was asked is what it stands before.
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return node.operand
+        return node if isinstance(node, ast.expr) and not _asks_another(node) else None
 
     def is_settled(self, asked: ast.expr, frame: FrameType) -> bool:
         """Tell whether a plain comparison after an expression decides the `and`, or the `or`, of both in any case."""
@@ -150,8 +170,9 @@ class _Source:
         following = dict(itertools.pairwise(both.values)).get(asked)
         if following is None or any(not isinstance(node, _PLAIN) for node in ast.walk(following)):
             return False
-        found = eval(compile(ast.Expression(following), "<check>", "eval"), frame.f_globals, frame.f_locals)
-        return found is (not isinstance(both.op, ast.And))
+        # Names, attributes and comparisons alone, as checked above, so that nothing happens by this.
+        truth = eval(compile(ast.Expression(following), "<check>", "eval"), frame.f_globals, frame.f_locals)
+        return truth is (not isinstance(both.op, ast.And))
 
     def only_writes_where(self, asked: ast.expr) -> bool:
         """Tell whether it is an `if mask.any():` that does nothing but write plain values to the places of the mask."""
@@ -190,14 +211,15 @@ class _Source:
             scope = self.parents[scope]
         if not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
             return False
-        uses = [node for node in ast.walk(scope) if isinstance(node, ast.Name) and node.id == name]
-        declared = [node for node in ast.walk(scope) if isinstance(node, ast.Global | ast.Nonlocal)]
-        if any(name in node.names for node in declared):
-            return False
-        return all(
-            isinstance(use.ctx, ast.Store) or (not isinstance(self.parents[use], ast.Assign) and self.is_only_told(use))
-            for use in uses
-        )
+
+        for node in ast.walk(scope):
+            if isinstance(node, ast.Global | ast.Nonlocal) and name in node.names:
+                return False
+            if not isinstance(node, ast.Name) or node.id != name or isinstance(node.ctx, ast.Store):
+                continue
+            if isinstance(self.parents[node], ast.Assign) or not self.is_only_told(node):
+                return False
+        return True
 
     def first_line(self, node: ast.AST) -> int:
         """The number of the line at which the function around a node begins."""
@@ -216,26 +238,37 @@ class _Source:
         """
         if isinstance(asked, ast.Compare) and len(asked.ops) > 1 and value:
             return False  # the next of the chain decides
+
         node: ast.AST = asked
-        while isinstance(parent := self.parents[node], ast.expr):
-            settled = _truth_above(parent, node, value)
-            if settled is None:
+        parent = self.parents[node]
+        while isinstance(parent, ast.expr):
+            truth = _truth_above(parent, node, value)
+            if truth is None:
                 return False
-            node, value = parent, settled
+            node, value = parent, truth
+            parent = self.parents[node]
+
         if not isinstance(parent, ast.If | ast.Assert) or node is not parent.test or self._is_caught(parent):
             return False
         if isinstance(parent, ast.Assert):
             return not value
         taken, other = (parent.body, parent.orelse) if value else (parent.orelse, parent.body)
-        only_warns = all(map(_only_warns, [*taken, *other])) and any(isinstance(s, ast.Expr) for s in taken)
-        return only_warns or _only_raises([*taken, *(self._after(parent) if falls_through else ())])
+
+        shows_a_message = any(isinstance(statement, ast.Expr) for statement in taken)
+        if shows_a_message and all(map(_only_warns, [*taken, *other])):
+            return True
+        following = self._after(parent) if falls_through else []
+        return _only_raises([*taken, *following])
 
     def _after(self, statement: ast.AST) -> list[ast.stmt]:
         """The statements that follow on one, as far as no loop or function ends."""
         parent = self.parents[statement]
-        blocks: list[list[Any]] = [getattr(parent, name, []) for name in ("body", "orelse", "finalbody")]
-        block = next(block for block in [*blocks, [statement]] if statement in block)
-        rest = block[block.index(statement) + 1 :]
+        rest: list[ast.stmt] = []
+        for name in ("body", "orelse", "finalbody"):
+            block: list[Any] = getattr(parent, name, [])
+            if statement in block:
+                rest = block[block.index(statement) + 1 :]
+                break
         return [*rest, *self._after(parent)] if isinstance(parent, ast.If | ast.With) else rest
 
     def _is_caught(self, statement: ast.stmt) -> bool:

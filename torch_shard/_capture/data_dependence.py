@@ -93,8 +93,11 @@ class DataDependence(TorchDispatchMode):
             if answer is not None:
                 return answer
         func, args = self._masks.unify(func, args)
-        if _has_unknown_size(func, kwargs) and (found := self._sized(func, args, kwargs or {})) is not None:
-            return found
+        if _has_unknown_size(func, kwargs):
+            results = self._sized(func, args, kwargs or {})
+            if results is not None:
+                return results
+
         graph = self._graph()
         last = None if graph is None else graph._root.prev
         try:
@@ -110,8 +113,10 @@ class DataDependence(TorchDispatchMode):
             raise
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._note_draw(result)
-        if func in SELECTIONS and isinstance(result, torch.Tensor) and (node := self._node_of(result)) is not None:
-            node.meta[PLACE] = current_user_line()
+        if func in SELECTIONS and isinstance(result, torch.Tensor):
+            node = self._node_of(result)
+            if node is not None:
+                node.meta[PLACE] = current_user_line()
         return result
 
     def _note_draw(self, result: PyTree) -> None:
@@ -186,8 +191,11 @@ class DataDependence(TorchDispatchMode):
         """Let Python ask for values that depend on the batch, on buffers and on what the callable closes over."""
         self._inputs = inputs
         fakes: list[tuple[Source, torch.Tensor]] = [*buffers.items(), *enumerate(batch)]
-        pairs = [(self._node_of(fake), source) for source, fake in fakes]
-        self._sources = {node: source for node, source in pairs if node is not None}
+        self._sources = {}
+        for source, fake in fakes:
+            node = self._node_of(fake)
+            if node is not None:
+                self._sources[node] = source
 
     @property
     def has_inputs(self) -> bool:
@@ -211,8 +219,10 @@ class DataDependence(TorchDispatchMode):
             if not names:
                 return
             tried.update(names)
-            answers = {name: self.ask(_copies, ([buffers[name]],), {}, batch=not inputs.missing) for name in names}
-            self._later |= {name: answer[0] for name, answer in answers.items() if answer is not None}
+            for name in names:
+                answer = self.ask(_copies, ([buffers[name]],), {}, batch=not inputs.missing)
+                if answer is not None:
+                    self._later[name] = answer[0]
 
     def _part(self, questions: Sequence[Question]) -> HostPart:
         graph, root = questions[0].after.graph, self._root()
@@ -220,8 +230,11 @@ class DataDependence(TorchDispatchMode):
 
     def _source(self, root: torch.nn.Module | None, node: Node) -> Source | None:
         """What an input of the trace stands for, if Python may ask for its value."""
-        if (source := self._sources.get(node)) is not None:
-            return source if isinstance(source, int) or node.meta["val"].numel() <= LARGEST else None
+        source = self._sources.get(node)
+        if source is not None:
+            is_small = isinstance(source, int) or node.meta["val"].numel() <= LARGEST
+            return source if is_small else None
+
         standin = getattr(root, str(node.target), None) if node.op == "get_attr" else None
         if self._mode is None or not isinstance(standin, torch.Tensor):
             return None
@@ -235,27 +248,35 @@ class DataDependence(TorchDispatchMode):
 
     def known_values(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """The values of tensors that depend on no input, if none of them does."""
-        nodes = [self._node_of(tensor) for tensor in tensors]
-        found = [None if node is None else self._constant(node) for node in nodes]
-        return None if any(v is None for v in found) or not found else [v for v in found if v is not None]
+        values: list[torch.Tensor] = []
+        for tensor in tensors:
+            node = self._node_of(tensor)
+            value = None if node is None else self._constant(node)
+            if value is None:
+                return None
+            values.append(value)
+        return values or None
 
     def ask(
         self, func: Callable[..., Any], args: PyTree, kwargs: PyTree, *, given: bool = False, batch: bool = True
     ) -> Any:
         """What a function of tensors gives on the host; None if it depends on more than the host has."""
-        if (inputs := self._inputs) is None:
+        inputs = self._inputs
+        if inputs is None:
             return None
         with torch._C.DisableTorchFunction():
             nodes = [self._node_of(t) or self._node_of(aten.alias.default(t)) for t in tensors_in((args, kwargs))]
             if not nodes or None in nodes:
                 return None
-            of = iter(nodes)
-            call = torch_pytree.tree_map_only(torch.Tensor, lambda _: next(of), (args, kwargs))
+            remaining = iter(nodes)
+            call = torch_pytree.tree_map_only(torch.Tensor, lambda _: next(remaining), (args, kwargs))
             graph: Any = nodes[0].graph  # pyright: ignore[reportOptionalMemberAccess]
             question = Question(current_user_line(), (func, *call), graph._root.prev)
             part = self._part([question])
             if not part.is_known or (part.reads_batch and not batch):
                 return None
+
+            # At first, selections by a mask of the batch are tried as whole tensors beside the mask.
             if part.reads_batch and given and not inputs.sizes:
                 inputs.missed = True
                 return None
@@ -270,11 +291,12 @@ class DataDependence(TorchDispatchMode):
     def _sized(self, func: Callable[..., Any], args: PyTree, kwargs: PyTree) -> PyTree:
         """The results of an operator, as constants or as inputs of the program, if they can be computed now."""
         with torch._C.DisableTorchFunction():  # a `CaptureMode` would take a value for what is closed over
-            if (values := self.known_values(tensors_in((args, kwargs)))) is not None:
-                of = iter(values)
-                known = torch_pytree.tree_map_only(torch.Tensor, lambda _: next(of), (args, kwargs))
+            values = self.known_values(tensors_in((args, kwargs)))
+            if values is not None:
+                remaining = iter(values)
+                args, kwargs = torch_pytree.tree_map_only(torch.Tensor, lambda _: next(remaining), (args, kwargs))
                 with _disable_current_modes(), torch.no_grad():
-                    results = func(*known[0], **known[1])
+                    results = func(*args, **kwargs)
                 return torch_pytree.tree_map_only(torch.Tensor, aten.lift_fresh_copy.default, results)
             results = self.ask(func, args, kwargs, given=True)
             return torch_pytree.tree_map_only(torch.Tensor, self._as_input, results)
@@ -286,23 +308,31 @@ class DataDependence(TorchDispatchMode):
 
     def values(self, tensors: Sequence[torch.Tensor], *, batch: bool = True) -> list[torch.Tensor] | None:
         """The values of tensors, if they can be computed now; the program is then for these alone."""
-        if (values := self.known_values(tensors)) is not None:
+        values = self.known_values(tensors)
+        if values is not None:
             return values
         return self.ask(_copies, (list(tensors),), {}, batch=batch) if tensors else None
 
     def _answer(self, func: Operator, args: Sequence[torch.Tensor]) -> Any:
-        if (values := self.known_values(args)) is not None:
+        """The answer to `tensor.item()` and its like, in the order that README.md gives; None if nobody knows it."""
+        values = self.known_values(args)
+        if values is not None:
             with _disable_current_modes():
                 return func(*values)
-        if (answer := self.ask(func, args, {}, batch=False)) is not None:
+
+        answer = self.ask(func, args, {}, batch=False)
+        if answer is not None:
             return answer
+
         frame = asking_frame()
         if frame is not None and (func is aten.equal.default or args[0].dtype is torch.bool):
             truth = True if frame.f_code is _CHECK_ALL else leads_only_to_raise(frame)
             if truth is not None:
                 self.skipped.append(current_user_line())
                 return truth
-        if (answer := self.ask(func, args, {})) is None and func is aten.equal.default:
+
+        answer = self.ask(func, args, {})
+        if answer is None and func is aten.equal.default:
             return self._equal(*args)
         return answer
 
@@ -310,9 +340,11 @@ class DataDependence(TorchDispatchMode):
         """Tell whether tensors are equal, if the trace alone says so."""
         if a.shape != b.shape:
             return False
-        first, second = self._node_of(a), self._node_of(b)
-        if a is not b and (first is None or second is None or not is_same(first, second)):
-            return None
+        if a is not b:
+            first, second = self._node_of(a), self._node_of(b)
+            if first is None or second is None or not is_same(first, second):
+                return None
+        # NaN is not equal to itself, which only the values say: the results are NaN then.
         if a.is_floating_point() or a.is_complex():
             self._assumed.append((current_user_line(), ~a.isnan().any()))
         return True
@@ -327,8 +359,11 @@ class DataDependence(TorchDispatchMode):
                 "somewhere, of which no result of the captured function can tell. Return a floating-point tensor, too."
             )
         holds = torch.stack([holds for _, holds in self._assumed]).all()
-        is_float = [output.is_floating_point() or output.is_complex() for output in outputs]
-        return [torch.where(holds, o, torch.nan) if wide else o for o, wide in zip(outputs, is_float, strict=True)]
+        marked: list[torch.Tensor] = []
+        for output in outputs:
+            has_nan = output.is_floating_point() or output.is_complex()
+            marked.append(torch.where(holds, output, torch.nan) if has_nan else output)
+        return marked
 
 
 def _has_unknown_size(func: Operator, kwargs: PyTree) -> bool:

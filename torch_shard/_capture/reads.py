@@ -11,6 +11,7 @@ import dataclasses
 import dis
 import functools
 import gc
+import inspect
 import sys
 import traceback
 import types
@@ -55,27 +56,45 @@ class _Named:
 
 @functools.lru_cache(maxsize=4096)
 def _named(code: CodeType) -> _Named:
-    assigned = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"}
-    read = [i for i in dis.get_instructions(code) if not i.opname.startswith(("STORE_", "DELETE_"))]
-    globals_ = {i.argval for i in read if i.opname in _OF_GLOBALS}
-    names = {i.argval for i in read if i.opcode in dis.hasname and i.opname not in _OF_GLOBALS}
-    modules = {i.argval for i in read if i.opname == "IMPORT_NAME"}
-    if not _GETS_ANY.isdisjoint(names | globals_):
-        names |= _words(code.co_consts)
-    globals_ |= _words(code.co_consts) if "globals" in globals_ else set()
-    inner = [_named(const) for const in code.co_consts if isinstance(const, CodeType)]
-    return _Named(
-        frozenset(globals_).union(*(found.globals for found in inner)),
-        frozenset(names).union(*(found.attributes for found in inner)),
-        frozenset(modules).union(*(found.modules for found in inner)),
-        frozenset(assigned).union(*(found.assigned for found in inner)),
-    )
+    globals_, attributes, modules, assigned = set[str](), set[str](), set[str](), set[str]()
+    for instruction in dis.get_instructions(code):
+        operation, name = instruction.opname, instruction.argval
+        if operation == "STORE_GLOBAL":
+            assigned.add(name)
+        if operation.startswith(("STORE_", "DELETE_")):
+            continue
+        if operation in _OF_GLOBALS:
+            globals_.add(name)
+        elif instruction.opcode in dis.hasname:
+            attributes.add(name)
+        if operation == "IMPORT_NAME":
+            modules.add(name)
+
+    # `getattr(self, "scale")` and `globals()["scale"]` name what they read by a constant.
+    if not _GETS_ANY.isdisjoint(attributes | globals_):
+        attributes |= _words(code.co_consts)
+    if "globals" in globals_:
+        globals_ |= _words(code.co_consts)
+
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            inner = _named(const)
+            globals_ |= inner.globals
+            attributes |= inner.attributes
+            modules |= inner.modules
+            assigned |= inner.assigned
+    return _Named(frozenset(globals_), frozenset(attributes), frozenset(modules), frozenset(assigned))
 
 
 def _words(consts: tuple[object, ...]) -> set[str]:
     """The names among constants, by which attributes are got."""
-    inner = [_words(const) for const in consts if isinstance(const, tuple)]
-    return {const for const in consts if isinstance(const, str) and const.isidentifier()}.union(*inner)
+    words = set[str]()
+    for const in consts:
+        if isinstance(const, tuple):
+            words |= _words(const)
+        elif isinstance(const, str) and const.isidentifier():
+            words.add(const)
+    return words
 
 
 class Reads:
@@ -108,107 +127,139 @@ class Reads:
     def refuse_identity(self, guard: Guard, entries: Mapping[str, torch.Tensor], what: str) -> None:
         """Refuse code that asks which of a model's tensors one is, by `id`, `is`, or as a key or an element."""
         names = {id(tensor): name for name, tensor in entries.items()}
-        found: dict[str, dict[str, None]] = {}
+        tensors_by_use: dict[str, dict[str, None]] = {}  # dicts as sets that are in order
 
-        def line_of(variable: str) -> str | None:
-            last = variable.rpartition(".")[2]
-            return next((line for line, compared in self._compared.items() if last in compared), None)
+        def note(use: str, key: int) -> None:
+            tensors_by_use.setdefault(use, {})[names[key]] = None
 
         for variable, value in guard.hashed:
             if id(value) in names:
-                found.setdefault(f"{variable} has as keys or elements", {})[names[id(value)]] = None
+                note(f"{variable} has as keys or elements", id(value))
         for variable, value in guard.leaves:
             if type(value) is int and value in names:
-                found.setdefault(f"{variable} has the id() of", {})[names[value]] = None
-            elif id(value) in names and (line := line_of(variable)):
-                found.setdefault(f"{line}\n  compares by identity, and {variable} has", {})[names[id(value)]] = None
-        if found:
-            listed = "\n".join(f"  {about} {_few(of)}" for about, of in found.items())
+                note(f"{variable} has the id() of", value)
+            elif id(value) in names:
+                line = self._line_that_compares(variable)
+                if line is not None:
+                    note(f"{line}\n  compares by identity, and {variable} has", id(value))
+
+        if tensors_by_use:
+            listed = "\n".join(f"  {use} {_few(tensors)}" for use, tensors in tensors_by_use.items())
             raise NotImplementedError(
                 f"{what} looks for tensors of the model by identity:\n\n{listed}\n\nIn a program others are in their "
                 "places, so that none would be found. Compare names (`for name, p in model.named_parameters()`), or "
                 "put a flag on the module that has the tensor."
             )
 
+    def _line_that_compares(self, variable: str) -> str | None:
+        """A line with an `is` in code that names a variable."""
+        last = variable.rpartition(".")[2]
+        for line, names in self._compared.items():
+            if last in names:
+                return line
+        return None
+
     def _wants(self, code: CodeType) -> bool:
         """Tell whether code is the user's own; of other code above PyTorch, only names matter."""
-        file = code.co_filename
-        own = is_own_file(file)
-        if own or is_user_file(file):
+        is_own = is_own_file(code.co_filename)
+        if is_own or is_user_file(code.co_filename):
             self._settings.update(code.co_names)
-            self._settings |= _words(code.co_consts) if not _GETS_ANY.isdisjoint(code.co_names) else set()
-            self._any = self._any or not _GETS_ANY.isdisjoint(code.co_names)
-        if own:
+            if not _GETS_ANY.isdisjoint(code.co_names):
+                self._settings |= _words(code.co_consts)
+                self._any = True
+        if is_own:
             self._own[id(code)] = _named(code)
             self._within.update(map(id, codes_in(code)))
-        return own
+        return is_own
 
     def _enter(self, frame: FrameType) -> None:
         code = frame.f_code
-        if self._restore and (mode := outermost_mode()) is not self._mode:  # the next capture
-            self._mode = mode
-            for root in self._roots.values():
-                self._note_held(root)
-            for name, variables in self._assigned:
-                self._note_assigned(name, variables)
+        mode = outermost_mode() if self._restore else self._mode
+        if mode is not self._mode:
+            self._begin_capture(mode)
         if code.co_name in _CONSTRUCTORS and code.co_argcount:
             made = frame.f_locals.get(code.co_varnames[0])
             self._made[id(made)] = made
         if code.co_filename.startswith("<") and not _is_typed(frame):
             return
-        named = self._own[id(code)]
-        names = named.attributes
+
         if (id(code),) not in self._closures:
             self._closures.add((id(code),))
-            if (line := compared_line(code, frame.f_globals)) is not None:
-                self._compared[line] = self._compared.get(line, frozenset()) | named_in(code)
-            for name in sorted(named.globals):  # also what is not there yet
-                self._note((id(frame.f_globals), name, names), Root(name, frame.f_globals, name, names))
-            for name in sorted(named.assigned - named.globals):
-                self._assigned.append((name, frame.f_globals))
-                self._note_assigned(name, frame.f_globals)
-            for name in sorted(named.modules):
-                if (module := sys.modules.get(name)) is not None:
-                    self._note((id(module), names), Root(name, None, module, names))
-        given = frame.f_locals
+            self._note_names(code, frame.f_globals)
+
+        variables = frame.f_locals
         if code.co_freevars and id(code) not in self._within:
-            self._closure(code, {name: given[name] for name in code.co_freevars if name in given}, frame)
-        count = code.co_argcount + code.co_kwonlyargcount
-        count += bool(code.co_flags & 0x04) + bool(code.co_flags & 0x08)  # *args, **kwargs
-        for number, name in enumerate(code.co_varnames[:count]):
-            value = given.get(name)
+            cells = {name: variables[name] for name in code.co_freevars if name in variables}
+            self._closure(code, cells, frame)
+
+        names = self._own[id(code)].attributes
+        num_arguments = code.co_argcount + code.co_kwonlyargcount
+        num_arguments += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+        for number, name in enumerate(code.co_varnames[:num_arguments]):
+            value = variables.get(name)
             _refuse_types(code, value)
             if value is not None:
                 name = type(value).__name__ if number == 0 and name == "self" else name
                 self._object(name, value, names)
 
+    def _begin_capture(self, mode: CaptureMode | None) -> None:
+        """Let another capture take back what it leaves where an earlier one has read."""
+        self._mode = mode
+        for root in self._roots.values():
+            self._note_held(root)
+        for name, variables in self._assigned:
+            self._note_assigned(name, variables)
+
+    def _note_names(self, code: CodeType, variables: dict[str, Any]) -> None:
+        """Note what code names: globals, also those that are not there yet, and modules that it imports."""
+        line = compared_line(code, variables)
+        if line is not None:
+            self._compared[line] = self._compared.get(line, frozenset()) | named_in(code)
+
+        named = self._own[id(code)]
+        names = named.attributes
+        for name in sorted(named.globals):
+            self._note((id(variables), name, names), Root(name, variables, name, names))
+        for name in sorted(named.assigned - named.globals):
+            self._assigned.append((name, variables))
+            self._note_assigned(name, variables)
+        for name in sorted(named.modules):
+            module = sys.modules.get(name)
+            if module is not None:
+                self._note((id(module), names), Root(name, None, module, names))
+
     def _leave(self, frame: FrameType, value: object) -> None:
         if frame.f_code.co_name == "__new__":
             self._made[id(value)] = value
-        caller = None if frame.f_back is None else self._own.get(id(frame.f_back.f_code))
-        if caller is not None and frame.f_back is not None:
-            _refuse_types(frame.f_back.f_code, value)
-        if caller is not None and value is not None:
-            self._object(f"{frame.f_code.co_name}()", value, caller.attributes)
+
+        caller = frame.f_back
+        named = None if caller is None else self._own.get(id(caller.f_code))
+        if caller is None or named is None:
+            return
+        _refuse_types(caller.f_code, value)
+        if value is not None:
+            self._object(f"{frame.f_code.co_name}()", value, named.attributes)
 
     def _object(self, name: str, value: Any, names: Names, depth: int = 1) -> None:
         """Note an object that a function is given, or what a container of such has in it."""
         if isinstance(value, (str, bytes, int, float, torch.Tensor)):
             return
         if isinstance(value, (tuple, list, dict)) and not is_record(value):
-            base: Any = next(kind for kind in (tuple, list, dict) if isinstance(value, kind))
-            items: Any = dict.values if base is dict else base.__iter__  # past what a class makes of being read
-            for item in items(value) if depth else ():
-                self._object(name, item, names, depth - 1)
+            if depth:
+                # By the methods of Python's own classes: those of a subclass may note that they are read.
+                base: Any = next(kind for kind in (tuple, list, dict) if isinstance(value, kind))
+                items_of: Any = dict.values if base is dict else base.__iter__
+                for item in items_of(value):
+                    self._object(name, item, names, depth - 1)
             return
+
         key = id(value), names
         if key in self._roots or id(value) in self._made or not hasattr(value, "__dict__"):
             return
-        held = vars(value).values()
-        if not isinstance(value, nn.Module) and any(
-            isinstance(h, torch.Tensor) and hasattr(h, "fake_mode") for h in held
-        ):
-            return  # it was made within
+        if not isinstance(value, nn.Module):
+            attributes = vars(value).values()
+            if any(isinstance(each, torch.Tensor) and hasattr(each, "fake_mode") for each in attributes):
+                return  # it was made within
         self._note(key, Root(name, None, value, names))
 
     def _closure(self, code: CodeType, values: dict[str, object], frame: FrameType) -> None:
@@ -263,19 +314,22 @@ def _is_typed(frame: FrameType) -> bool:
 def _function_of(code: CodeType, values: dict[str, object], frame: FrameType) -> types.FunctionType | None:
     """The function of a frame that has just begun."""
 
-    def fits(found: object) -> bool:
-        if not isinstance(found, types.FunctionType) or found.__code__ is not code:
+    def fits(candidate: object) -> bool:
+        if not isinstance(candidate, types.FunctionType) or candidate.__code__ is not code:
             return False
-        return all(
-            attribute_of(cell, "cell_contents") is values.get(name)
-            for name, cell in zip(code.co_freevars, found.__closure__ or (), strict=True)
-        )
+        for name, cell in zip(code.co_freevars, candidate.__closure__ or (), strict=True):
+            if attribute_of(cell, "cell_contents") is not values.get(name):
+                return False
+        return True
 
     first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-    likely = [frame.f_globals.get(code.co_name)]
+    likely: list[Any] = [frame.f_globals.get(code.co_name)]
     likely += [vars(cls).get(code.co_name) for cls in type(first).__mro__]
-    found = next(filter(fits, likely), None)
-    return found or next(filter(fits, gc.get_referrers(code)), None)  # pyright: ignore[reportReturnType]
+    for candidate in likely:
+        if fits(candidate):
+            return candidate
+    # A frame does not say of which function it is. All that refer to its code are looked at, which takes milliseconds.
+    return next(filter(fits, gc.get_referrers(code)), None)  # pyright: ignore[reportReturnType]
 
 
 _MAY_BE_TENSORS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_ATTR", "LOAD_GLOBAL", "LOAD_NAME", "BINARY_SUBSCR", "BINARY_OP")
@@ -304,27 +358,30 @@ def compared_line(code: CodeType, variables: dict[str, Any]) -> str | None:
     """The first line with an `is`, or an `id`, of what may be a tensor."""
     for part in (code, *codes_in(code)):
         before: list[dis.Instruction] = []
-        for found in dis.get_instructions(part):
-            is_asked = found.opname == "LOAD_GLOBAL" and found.argval == "id" and "id" not in variables
-            is_asked |= found.opcode in dis.hasname and found.argval in ("is_", "is_not")  # of the module operator
-            if is_asked or (found.opname == "IS_OP" and _may_be_tensor(before, variables)):
-                line = found.positions and found.positions.lineno
+        for instruction in dis.get_instructions(part):
+            name = instruction.argval
+            calls_id = instruction.opname == "LOAD_GLOBAL" and name == "id" and "id" not in variables
+            calls_operator = instruction.opcode in dis.hasname and name in ("is_", "is_not")  # of the module operator
+            compares = instruction.opname == "IS_OP" and _may_be_tensor(before, variables)
+            if calls_id or calls_operator or compares:
+                line = instruction.positions and instruction.positions.lineno
                 return describe(traceback.FrameSummary(part.co_filename, line or 0, part.co_name))
-            before.append(found)
+            before.append(instruction)
     return None
 
 
 def _may_be_tensor(before: list[dis.Instruction], variables: dict[str, Any]) -> bool:
     """Tell whether the value that these instructions have loaded last may be a tensor."""
     attributes: list[str] = []
-    for found in reversed(before):
-        if found.opname == "LOAD_ATTR":
-            attributes.append(found.argval)
-        elif found.opname in ("LOAD_GLOBAL", "LOAD_NAME"):  # a class, a member of an enum
-            value = variables.get(found.argval, getattr(builtins, found.argval, None))
-            for name in reversed(attributes):
-                value = getattr(value, name, None)
+    for instruction in reversed(before):
+        operation, name = instruction.opname, instruction.argval
+        if operation == "LOAD_ATTR":
+            attributes.append(name)
+        elif operation in ("LOAD_GLOBAL", "LOAD_NAME"):  # a class, a member of an enum
+            value = variables.get(name, getattr(builtins, name, None))
+            for attribute in reversed(attributes):
+                value = getattr(value, attribute, None)
             return isinstance(value, torch.Tensor)
         else:
-            return found.opname.startswith(_MAY_BE_TENSORS)
+            return operation.startswith(_MAY_BE_TENSORS)
     return False

@@ -116,37 +116,38 @@ class Place:
         Raises:
             LookupError: There is no such container.
         """
-        held = self.owner
+        container = self.owner
         for key in self.keys[:-1]:
-            held = held.cell_contents if isinstance(held, types.CellType) else held[key]
-        return held
+            container = container.cell_contents if isinstance(container, types.CellType) else container[key]
+        return container
 
     def holder(self) -> Any:
         """The same, or the object itself whose attribute the value is."""
-        held = self.container()
-        return held.container if isinstance(held, _Slots) else held
+        container = self.container()
+        return container.container if isinstance(container, _Slots) else container
 
     def get(self) -> Any:
         """The value now, or `ABSENT`."""
         try:
-            held = self.container()
-            if isinstance(held, types.CellType):
-                return held.cell_contents
-            if isinstance(held, dict):
-                return dict.get(held, self.keys[-1], ABSENT)
-            return held[self.keys[-1]]
-        except (LookupError, ValueError):
+            container = self.container()
+            if isinstance(container, types.CellType):
+                return container.cell_contents
+            if isinstance(container, dict):
+                # Past what a subclass makes of a missing key: a defaultdict would get an item.
+                return dict.get(container, self.keys[-1], ABSENT)
+            return container[self.keys[-1]]
+        except (LookupError, ValueError):  # the latter of a cell that nothing is assigned to
             return ABSENT
 
     def set(self, value: object) -> None:
         """Put a value there; `ABSENT` takes it away."""
-        held = self.container()
-        if isinstance(held, types.CellType):
-            held.cell_contents = value
+        container = self.container()
+        if isinstance(container, types.CellType):
+            container.cell_contents = value
         elif value is ABSENT:
-            held.pop(self.keys[-1], None)
+            container.pop(self.keys[-1], None)
         else:
-            held[self.keys[-1]] = value
+            container[self.keys[-1]] = value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +206,12 @@ class Change:
         if not isinstance(self.new, dict):
             return {}
         old = self.old if isinstance(self.old, dict) else {}
-        return {key: value for key, value in self.new.items() if value is not None and old.get(key) is None}
+        added: dict[str, object] = {}
+        for key, value in self.new.items():
+            # An entry of None, as of `register_buffer("mask", None)`, is no entry yet.
+            if value is not None and old.get(key) is None:
+                added[key] = value
+        return added
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,8 +284,8 @@ class SideEffects:
             self.note(value.named_modules(prefix=name), entries=True)
             return
         if type(value) in _CONTAINERS and id(value) not in self._before:
-            held = _Alone({name: value})
-            self._before[id(value)] = _Noted("", value, held, {name: contents_of(value)}, (), False, home)
+            contents: dict[str, object] = {name: contents_of(value)}
+            self._before[id(value)] = _Noted("", value, _Alone({name: value}), contents, (), False, home)
         self._look_into(name, value, _DEPTH)
 
     def knows(self, module: nn.Module) -> bool:
@@ -293,14 +299,17 @@ class SideEffects:
 
     def new_buffers(self) -> list[torch.Tensor]:
         """The buffers that modules have now and had not."""
-        owners = ((noted.owner, noted.contents) for noted in self._before.values())
-        return [
-            buffer
-            for module, contents in owners
-            if isinstance(module, nn.Module) and "_buffers" in contents  # a script has them elsewhere, and no new ones
-            for name, buffer in module._buffers.items()
-            if buffer is not None and dict_of(contents["_buffers"]).get(name) is None
-        ]
+        buffers: list[torch.Tensor] = []
+        for noted in self._before.values():
+            module = noted.owner
+            # A scripted module has its buffers elsewhere, and no new ones.
+            if not isinstance(module, nn.Module) or "_buffers" not in noted.contents:
+                continue
+            buffers_before = dict_of(noted.contents["_buffers"])
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffers_before.get(name) is None:
+                    buffers.append(buffer)
+        return buffers
 
     def training(self, module: nn.Module) -> bool:
         """The training flag that a module had."""
@@ -313,7 +322,11 @@ class SideEffects:
             return
         self._room = _MOST if isinstance(owner, nn.Module) else self._room - 1
         values = dict(vars(owner))
-        contents: dict[str, object] = {n: contents_of(v) for n, v in values.items() if type(v) in _CONTAINERS}
+        contents: dict[str, object] = {}
+        for name, value in values.items():
+            if type(value) in _CONTAINERS:
+                contents[name] = contents_of(value)
+
         whole = isinstance(owner, nn.Module) or is_record(owner)
         self._before[id(owner)] = _Noted(path, owner, values, contents, skipped, whole)
         for name, value in values.items():
@@ -332,6 +345,7 @@ class SideEffects:
             value = (*(value.__defaults__ or ()), value.__kwdefaults__ or {})
         elif isinstance(value, types.MethodType) and not isinstance(value.__self__, nn.Module):
             value = value.__self__
+
         if _is_container(value):
             for item in _items(value)[:_MOST]:
                 self._look_into(path, item, depth - 1)
@@ -353,22 +367,27 @@ class SideEffects:
             is_read: Tells of a tensor from outside whether the capture has read it.
         """
         seen = set[tuple[int, Hashable]]()
-        held = set[int]()
+        seen_containers = set[int]()
         for kept, source in self._all_kept(is_kept):
+            # A tensor that one call gives to the next would be an input of the program: only a buffer is.
             if any(isinstance(leaf, torch.Tensor) and is_read(leaf) for leaf in _leaves(kept.before)):
-                continue  # a value that one call gives to the next: not like this
+                continue
+
             is_item = kept.action == "set"
             holder = kept.place.container() if is_item else kept.place.get()
-            last = kept.place.keys[-1] if is_item else kept.action
+            key = kept.place.keys[-1] if is_item else kept.action
             self._done_again.add(source)
-            if (id(holder), last) in seen:
+            if (id(holder), key) in seen:  # the same container, by another name
                 continue
-            seen.add((id(holder), last))
-            own = [holder] if not is_item else []
-            for container in [*own, *_containers_in(kept.value)]:
-                if id(container) in held:
+            seen.add((id(holder), key))
+
+            containers = list(_containers_in(kept.value))
+            if not is_item:
+                containers.insert(0, holder)
+            for container in containers:
+                if id(container) in seen_containers:
                     raise _cannot_be_repeated(kept.place, "the same container is at another place, too")
-                held.add(id(container))
+                seen_containers.add(id(container))
             yield kept
 
     def _all_kept(self, is_kept: IsKept) -> Iterator[tuple[Kept, tuple[int, object]]]:
@@ -377,9 +396,10 @@ class SideEffects:
             now = noted.now
             differences = _Differences(_never if noted.whole else is_kept)
             for name in {**noted.values, **now}:
-                old, new, contents = noted.values.get(name, ABSENT), now.get(name, ABSENT), noted.contents.get(name)
-                for kept in differences.at(noted.place(name), old, contents, new):
+                old, new = noted.values.get(name, ABSENT), now.get(name, ABSENT)
+                for kept in differences.at(noted.place(name), old, noted.contents.get(name), new):
                     yield kept, (id(noted.owner), name)
+
         differences = _Differences(is_kept)
         for key, (place, old) in self._variables.items():
             for kept in differences.at(place, old, None, place.get()):
@@ -396,42 +416,47 @@ class SideEffects:
                 continue
             now = noted.now
             for name in {**noted.values, **now}:
-                old = noted.values.get(name, getattr(type(noted.owner), name, ABSENT))  # `calls = 0` of a class
-                place, contents = noted.place(name), noted.contents.get(name)
+                # `calls = 0` may stand in the class, until `self.calls += 1` makes an attribute of it.
+                old = noted.values.get(name, getattr(type(noted.owner), name, ABSENT))
+                place = noted.place(name)
+                contents: Any = noted.contents.get(name)
                 if _is_counted(old, now.get(name)):
                     yield Kept(place, "set", old, now[name])
                 elif contents is not None and isinstance(old, dict) and now.get(name) is old:
-                    before: Any = contents
-                    items = ((key, same.value, old.get(key)) for key, same, _ in before)
-                    yield from (Kept(place.within(key), "set", a, b) for key, a, b in items if _is_counted(a, b))
+                    for key, same, _ in contents:
+                        if _is_counted(same.value, old.get(key)):
+                            yield Kept(place.within(key), "set", same.value, old[key])
+        if of_modules:
+            return
         for place, old in self._variables.values():
-            if not of_modules and _is_counted(old, new := place.get()):
+            new = place.get()
+            if _is_counted(old, new):
                 yield Kept(place, "set", old, new)
 
     def holding(self, value: object) -> Iterator[Place]:
         """The places that held this very object before."""
         for noted in self._before.values():
-            for name, held in noted.values.items():
-                if held is value:
+            for name, old in noted.values.items():
+                contents: Any = noted.contents.get(name)
+                if old is value:
                     yield noted.place(name)
-                elif isinstance(held, dict) and noted.contents.get(name) is not None:
-                    contents: Any = noted.contents[name]
+                elif isinstance(old, dict) and contents is not None:
                     for key, same, _ in contents:
                         if same.value is value:
                             yield noted.place(name).within(key)
-        for place, held in self._variables.values():
-            if held is value:
+        for place, old in self._variables.values():
+            if old is value:
                 yield place
 
     def containers(self) -> set[int]:
         """The identities of the containers that were there before."""
-        met = set[int]()
+        values: list[object] = []
         for noted in self._before.values():
-            _note_containers(noted.values.values(), met)
+            values += noted.values.values()
             for contents in noted.contents.values():
-                _note_containers(_values_in(contents), met)
-        _note_containers((value for _, value in self._variables.values()), met)
-        return met
+                values += _values_in(contents)
+        values += [value for _, value in self._variables.values()]
+        return {id(value) for value in values if type(value) in _CONTAINERS}
 
     def restore(self, *, is_whole: bool = False) -> list[Change]:
         """Put every attribute back, contents of containers too; return what had changed.
@@ -439,17 +464,16 @@ class SideEffects:
         Args:
             is_whole: Also plain values outside of modules.
         """
-        changes = [change for noted in self._before.values() for change in _restore(noted, self._done_again, is_whole)]
+        changes: list[Change] = []
+        for noted in self._before.values():
+            changes += _restore(noted, self._done_again, is_whole)
         for key, (place, old) in self._variables.items():
             now = place.get()
-            is_put_back = is_whole and not callable(old)  # a function was noted as others had replaced it for a while
+            # A function was noted while another had replaced it, such as a patched `print`, which must not come back.
+            is_put_back = is_whole and not callable(old)
             if now is not old and (is_put_back or key in self._done_again or has_late(now)):
                 place.set(old)
         return changes
-
-
-def _note_containers(values: Iterable[object], met: set[int]) -> None:
-    met.update(id(value) for value in values if type(value) in _CONTAINERS)
 
 
 def _values_in(contents: Any) -> Iterator[object]:
@@ -463,25 +487,31 @@ def _restore(noted: _Noted, done_again: Set[tuple[int, object]], is_whole: bool)
     now = noted.now
     for name in list({**noted.values, **now}):
         old, new, contents = noted.values.get(name, ABSENT), now.get(name, ABSENT), noted.contents.get(name)
-        same = old is new and (contents is None or contents_of(new) == contents)
-        repaired = name in noted.skipped or not noted.whole
-        is_done_again = (is_whole and not callable(old)) or (id(noted.owner), name) in done_again
-        if same or (repaired and not is_done_again and not _has_fake(new) and not has_late(new)):
+        if old is new and (contents is None or contents_of(new) == contents):
             continue
+
+        # What is not a module's is the user's own to change, unless something of the capture would stay in it.
+        is_done_again = (is_whole and not callable(old)) or (id(noted.owner), name) in done_again
+        is_left_alone = name in noted.skipped or not noted.whole
+        if is_left_alone and not is_done_again and not _has_fake(new) and not has_late(new):
+            continue
+
         left = _copy(new)
         if name in noted.skipped:
             _repair(new, contents)
         else:
             _put_back(now, name, old, contents)
-        path = f"{noted.path}.{name}" if noted.path else name
-        old = old if contents is None else dict_of(contents)
         if has_late(left) or is_done_again:  # an effect, done again after each step
             continue
+        path = f"{noted.path}.{name}" if noted.path else name
+        old = old if contents is None else dict_of(contents)
         yield Change(path, now, name, old, left, type(noted.owner) not in _CONTAINERS)
+
+    # Attributes have an order, in which `named_modules` and `repr` give them.
     if noted.whole and list(now) != list(noted.values):
-        kept = dict(now)
+        present = dict(now)
         now.clear()
-        now.update(kept | noted.values if noted.skipped else noted.values)
+        now.update(present | noted.values if noted.skipped else noted.values)
 
 
 def _never(tensor: torch.Tensor) -> bool:
@@ -506,8 +536,7 @@ class _Differences:
             yield from self._all(place, old, contents, new)
 
     def _has_some(self, value: object) -> bool:
-        leaves = _leaves(value)
-        return any(is_late(leaf) or (_is_fake(leaf) and self._is_kept(leaf)) for leaf in leaves)
+        return any(is_late(leaf) or (_is_fake(leaf) and self._is_kept(leaf)) for leaf in _leaves(value))
 
     def _can_be_repeated(self, place: Place, value: object) -> bool:
         """Tell whether a value can be made again; one with a tensor alone that is not kept is only put back."""
@@ -539,9 +568,11 @@ class _Differences:
     def _items(self, place: Place, contents: Any, new: Any) -> Iterator[Kept]:
         """What was done to a list or a queue."""
         before, now = [same.value for _, same, _ in contents], list(new)
-        size = getattr(new, "maxlen", None)
-        if size == len(now):  # of a queue: the first items may have dropped out
-            num_dropped = next(n for n in range(len(before) + 1) if _are_same(before[n:], now[: len(before) - n]))
+        # Of a queue that is full, the first items may have dropped out.
+        if getattr(new, "maxlen", None) == len(now):
+            num_dropped = 0
+            while not _are_same(before[num_dropped:], now[: len(before) - num_dropped]):
+                num_dropped += 1
             before, contents = before[num_dropped:], contents[num_dropped:]
 
         num_added, first = len(now) - len(before), 0
@@ -564,6 +595,7 @@ class _Differences:
             if has_late(now):
                 raise _cannot_be_repeated(place, "items are taken out there")
             return
+
         if added and self._can_be_repeated(place, added):
             yield Kept(place, action, new, added)
         for index, (_, same, inner) in enumerate(contents):
@@ -589,8 +621,11 @@ def _is_counted(old: object, new: object) -> bool:
 def contents_of(container: Any, depth: int = _DEPTH) -> tuple[tuple[object, Same, object], ...]:
     """Contents of a container and of those in it, by which a change is noticed and undone."""
     pairs = container.items() if isinstance(container, dict) else enumerate(container)
-    inner = [(key, value, type(value) in _CONTAINERS and depth > 0) for key, value in pairs]
-    return tuple((key, Same(value), contents_of(value, depth - 1) if deep else None) for key, value, deep in inner)
+    contents: list[tuple[object, Same, object]] = []
+    for key, value in pairs:
+        is_deep = type(value) in _CONTAINERS and depth > 0
+        contents.append((key, Same(value), contents_of(value, depth - 1) if is_deep else None))
+    return tuple(contents)
 
 
 def dict_of(contents: Any) -> dict[object, object]:
@@ -613,8 +648,10 @@ def _refill(container: Any, contents: Any) -> None:
             _refill(same.value, inner)
     if contents_of(container) == contents:
         return
+
+    # By the methods of Python's own class: those of a subclass may note, or refuse, that they are called.
     kinds: tuple[Any, ...] = (collections.OrderedDict, dict, list, set, collections.deque)
-    base: Any = next(kind for kind in kinds if isinstance(container, kind))  # past what a subclass makes of writes
+    base: Any = next(kind for kind in kinds if isinstance(container, kind))
     base.clear(container)
     for key, same, _ in contents:
         if issubclass(base, dict):
@@ -627,8 +664,12 @@ def _repair(entries: Any, contents: Any) -> None:
     """Take tensors of a capture out of a module's parameters or buffers."""
     before = dict_of(contents)
     for key, value in list(entries.items()):
-        if _has_fake(value):
-            entries.pop(key) if key not in before else entries.__setitem__(key, before[key])
+        if not _has_fake(value):
+            continue
+        if key in before:
+            entries[key] = before[key]
+        else:
+            entries.pop(key)
 
 
 @contextlib.contextmanager
@@ -658,9 +699,10 @@ def _copy(value: Any) -> Any:
     """A container with copies of the containers in it; anything else as it is."""
     if type(value) not in _CONTAINERS:
         return value
-    new = value.copy()
-    _refill(new, tuple((key, Same(_copy(same.value)), None) for key, same, _ in contents_of(value, 0)))
-    return new
+    copied = value.copy()
+    contents = [(key, Same(_copy(same.value)), None) for key, same, _ in contents_of(value, 0)]
+    _refill(copied, tuple(contents))
+    return copied
 
 
 def _closed_over(function: types.FunctionType) -> Iterator[tuple[str, object]]:
@@ -744,5 +786,9 @@ def _is_of_user(value: object) -> bool:
 
 
 def _slots_of(value: object) -> list[str]:
-    members = ((name, member) for cls in type(value).__mro__ for name, member in vars(cls).items())
-    return [name for name, member in members if isinstance(member, types.MemberDescriptorType)]
+    names: list[str] = []
+    for cls in type(value).__mro__:
+        for name, member in vars(cls).items():
+            if isinstance(member, types.MemberDescriptorType):
+                names.append(name)
+    return names

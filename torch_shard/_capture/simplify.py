@@ -38,23 +38,32 @@ def simplify(graph: GraphModule) -> None:
 def _rewrite(node: Node) -> Node | None:
     expands_nothing = node.target is aten.expand.default and shape_of(node) == shape_of(args_of(node)[0])
     if expands_nothing or aten_name(node) in COPIES:
-        return args_of(node)[0] if dtype_of(node) == dtype_of(args_of(node)[0]) else None
+        source = args_of(node)[0]
+        return source if dtype_of(node) == dtype_of(source) else None
     if node.target in RESHAPES:
         return _rewrite_view(node)
     if node.target in SWAPS:
         return _swap_below_view(node)
-    found = (rewrite(node) for rewrite in REWRITES.get(target_of(node), ()))
-    return next((better for better in found if better is not None), None)
+
+    for rewrite in REWRITES.get(target_of(node), ()):
+        better = rewrite(node)
+        if better is not None:
+            return better
+    return None
 
 
 def _rewrite_view(node: Node) -> Node | None:
     """view(view(x)) is one view; a view to the same shape is nothing."""
-    source = _source(args_of(node)[0])
+    operand = args_of(node)[0]
+    source = _source(operand)
     if shape_of(node) == shape_of(source):
         return source
-    if source.target in (aten.mm.default, aten.addmm.default) and (product := _with_dims_of(node, source)) is not None:
-        return product
-    return _view(node, source, shape_of(node)) if source is not args_of(node)[0] else None
+
+    if source.target in (aten.mm.default, aten.addmm.default):
+        product = _with_dims_of(node, source)
+        if product is not None:
+            return product
+    return None if source is operand else _view(node, source, shape_of(node))
 
 
 def _swap_below_view(node: Node) -> Node | None:
@@ -62,8 +71,10 @@ def _swap_below_view(node: Node) -> Node | None:
     merged = args_of(node)[0]
     if node.target is merged.target is aten.t.default:
         return args_of(merged)[0]
-    if not _swaps_last_two_of_three(node) or (source := _unmerged(merged, node)) is None:
+    source = _unmerged(merged, node) if _swaps_last_two_of_three(node) else None
+    if source is None:
         return None
+
     rank = len(shape_of(source))
     shape = (*shape_of(source)[:-2], *shape_of(node)[-2:])
     swapped = call_before(node, aten.transpose.int, (source, rank - 2, rank - 1), shape)
@@ -73,9 +84,11 @@ def _swap_below_view(node: Node) -> Node | None:
 @rewrites(aten.bmm.default)
 def _unmerge_bmm(node: Node) -> Node | None:
     """bmm(view(x), view(y)) with the same merged dims is one product with those dims kept apart."""
-    left, right = (_unmerged(arg, node) for arg in args_of(node))
+    left_arg, right_arg = args_of(node)
+    left, right = _unmerged(left_arg, node), _unmerged(right_arg, node)
     if left is None or right is None or shape_of(left)[:-2] != shape_of(right)[:-2]:
         return None
+
     shape = (*shape_of(left)[:-1], shape_of(right)[-1])
     product = call_before(node, aten.matmul.default, (left, right), shape)
     return _view(node, product, shape_of(node))
@@ -85,25 +98,33 @@ def _unmerge_bmm(node: Node) -> Node | None:
 def _unflatten_mm(node: Node) -> Node | None:
     """A linear layer on `view(x, [B * T, C])` is one on x; the gradient of its weight sums over B and T."""
     left, right = args_of(node)
-    if (source := _unflattened(left)) is not None:
+    source = _unflattened(left)
+    if source is not None:
         shape = (*shape_of(source)[:-1], shape_of(right)[1])
-        return _view(node, call_before(node, aten.matmul.default, (source, right), shape), shape_of(node))
+        product = call_before(node, aten.matmul.default, (source, right), shape)
+        return _view(node, product, shape_of(node))
+
+    # The gradient of a weight: the transposed cotangent of the output by the input, each with its rows merged.
     if left.target is not aten.t.default:
         return None
-    grad, x = (_like(_unflattened(a), a, b, node) for a, b in ((args_of(left)[0], right), (right, args_of(left)[0])))
-    if grad is None or x is None or shape_of(grad)[:-1] != shape_of(x)[:-1]:
+    merged_cotangent, merged_x = args_of(left)[0], right
+    cotangent = _unflattened_like(merged_cotangent, merged_x, node)
+    x = _unflattened_like(merged_x, merged_cotangent, node)
+    if cotangent is None or x is None or shape_of(cotangent)[:-1] != shape_of(x)[:-1]:
         return None
     dims = list(range(len(shape_of(x)) - 1))
-    return call_before(node, aten.tensordot.default, (grad, x, dims, dims), shape_of(node))
+    return call_before(node, aten.tensordot.default, (cotangent, x, dims, dims), shape_of(node))
 
 
 def _with_dims_of(node: Node, product: Node) -> Node | None:
     """A linear layer whose input merges rows as it merges heads, and whose output parts rows again: on parted rows."""
     *bias, left, right = args_of(product)
     shape, source = shape_of(node), _source(left)
-    is_layer = not product.kwargs and all(len(shape_of(b)) == 1 for b in bias)
-    if not is_layer or len(shape) < 3 or shape[-1] != shape_of(right)[1] or source is left:
+    is_layer = not product.kwargs and all(len(shape_of(each)) == 1 for each in bias)
+    only_parts_rows = len(shape) >= 3 and shape[-1] == shape_of(right)[1]
+    if not is_layer or not only_parts_rows or source is left:
         return None
+
     rows = _view(node, source, (*shape[:-1], shape_of(right)[0]))
     target = aten.addmm.default if bias else aten.matmul.default
     return call_before(node, target, (*bias, rows, right), shape)
@@ -112,7 +133,8 @@ def _with_dims_of(node: Node, product: Node) -> Node | None:
 @rewrites(aten.addmm.default)
 def _unflatten_addmm(node: Node) -> Node | None:
     bias, left, right = args_of(node)
-    if node.kwargs or len(shape_of(bias)) != 1 or (source := _unflattened(left)) is None:
+    source = _unflattened(left)
+    if node.kwargs or len(shape_of(bias)) != 1 or source is None:
         return None
     shape = (*shape_of(source)[:-1], shape_of(right)[1])
     return _view(node, call_before(node, aten.addmm.default, (bias, source, right), shape), shape_of(node))
@@ -122,7 +144,8 @@ def _unflatten_addmm(node: Node) -> Node | None:
 def _unflatten_sum(node: Node) -> Node | None:
     """The gradient of a bias sums over B and T too."""
     merged, dims = args_of(node)[:2]
-    if node.kwargs or list(dims or ()) != [0] or (source := _unflattened(merged)) is None:
+    source = _unflattened(merged)
+    if node.kwargs or list(dims or ()) != [0] or source is None:
         return None
     outer = list(range(len(shape_of(source)) - 1))
     total = call_before(node, aten.sum.dim_IntList, (source, outer), shape_of(source)[-1:])
@@ -131,12 +154,13 @@ def _unflatten_sum(node: Node) -> Node | None:
 
 @rewrites(aten.linalg_lu_solve.default)
 def _solve_for_determinant(node: Node) -> None:
-    """The gradient of a determinant solves with the adjoint of what was factored, if that is not the transpose.
-
-    PyTorch factors a real matrix transposed where its strides favour that. JAX arrays have no strides: ours always is.
-    """
+    """The gradient of a determinant solves with the adjoint of what was factored, if that is not the transpose."""
     factors = args_of(node)[0]
-    factors = args_of(factors)[0] if factors.target is aten.add.Tensor else factors  # a singular one is shifted
+    if factors.target is aten.add.Tensor:  # PyTorch shifts the factors of a singular matrix
+        factors = args_of(factors)[0]
+
+    # PyTorch factors a real matrix transposed where its strides favour that. JAX arrays have no strides, so ours always
+    # is.
     is_output = factors.target is operator.getitem
     if is_output and args_of(factors)[0].target in (aten._linalg_det.default, aten._linalg_slogdet.default):
         node.kwargs = {**node.kwargs, "adjoint": dtype_of(node).is_complex}
@@ -145,16 +169,18 @@ def _solve_for_determinant(node: Node) -> None:
 def _unflattened(node: Node) -> Node | None:
     """The tensor of rank 3 or more that `node` is a view of with all but the last dim merged."""
     source = _source(node)
-    shape, wide = shape_of(node), shape_of(source)
-    return source if len(shape) == 2 and len(wide) > 2 and wide[-1] == shape[-1] else None
+    merged_shape, shape = shape_of(node), shape_of(source)
+    is_merged = len(merged_shape) == 2 and len(shape) > 2 and shape[-1] == merged_shape[-1]
+    return source if is_merged else None
 
 
-def _like(found: Node | None, node: Node, other: Node, at: Node) -> Node | None:
-    """What was found; else, if a matrix merges its rows in another way, with the dims of the other factor."""
+def _unflattened_like(matrix: Node, other: Node, at: Node) -> Node | None:
+    """The tensor that a matrix is a view of; if that merges its rows in another way, with the dims of another's."""
+    source = _unflattened(matrix)
     model = _unflattened(other)
-    if found is not None or model is None or _source(node) is node:
-        return found
-    return _view(at, _source(node), (*shape_of(model)[:-1], shape_of(node)[-1]))
+    if source is not None or model is None or _source(matrix) is matrix:
+        return source
+    return _view(at, _source(matrix), (*shape_of(model)[:-1], shape_of(matrix)[-1]))
 
 
 def _unmerged(node: Node, at: Node) -> Node | None:
@@ -163,12 +189,15 @@ def _unmerged(node: Node, at: Node) -> Node | None:
     The dims of a matrix may be merged themselves: `torch.einsum` gives each factor dims of size one for the other's.
     """
     source = _source(node)
-    shape, wide = shape_of(node), shape_of(source)
-    stops = (stop for stop in range(2, len(wide) + 1) if math.prod(wide[:stop]) == shape[0])
-    if len(shape) != 3 or (stop := next(stops, None)) is None:
+    merged_shape, shape = shape_of(node), shape_of(source)
+    if len(merged_shape) != 3:
         return None
-    apart = (*wide[:stop], *shape[1:])
-    return source if wide == apart else _view(at, source, apart)
+
+    for num_dims in range(2, len(shape) + 1):
+        if math.prod(shape[:num_dims]) == merged_shape[0]:
+            apart = (*shape[:num_dims], *merged_shape[1:])
+            return source if shape == apart else _view(at, source, apart)
+    return None
 
 
 def _source(node: Node) -> Node:
@@ -181,8 +210,8 @@ def _swaps_last_two_of_three(node: Node) -> bool:
     if len(shape_of(node)) != 3:
         return False
     if node.target is aten.permute.default:
-        return [d % 3 for d in args_of(node)[1]] == [0, 2, 1]
-    return node.target is aten.transpose.int and {d % 3 for d in args_of(node)[1:]} == {1, 2}
+        return [dim % 3 for dim in args_of(node)[1]] == [0, 2, 1]
+    return node.target is aten.transpose.int and {dim % 3 for dim in args_of(node)[1:]} == {1, 2}
 
 
 def _view(at: Node, source: Node, shape: tuple[int, ...]) -> Node:
@@ -201,9 +230,12 @@ def stride_in_order(graph: GraphModule) -> None:
                 val = view.meta["val"]
                 view.target = aten.as_strided.default
                 view.args = (view.args[0], list(val.shape), list(val.stride()), val.storage_offset())
-    for node in [n for n in graph.graph.nodes if n.target is aten.as_strided.default]:
+
+    for node in [node for node in graph.graph.nodes if node.target is aten.as_strided.default]:
         source, size, stride, *rest = args_of(node)
-        offset = rest[0] if rest and rest[0] is not None else source.meta["val"].storage_offset()
+        offset = rest[0] if rest else None
+        if offset is None:
+            offset = source.meta["val"].storage_offset()
         node.args = (_in_order(node, source), size, stride, offset)
     graph.recompile()
 
@@ -211,9 +243,14 @@ def stride_in_order(graph: GraphModule) -> None:
 def _written_views(node: Node) -> Iterator[Node]:
     """What a node writes to, and what that is a view of."""
     schema = getattr(node.target, "_schema", None)
-    for number, argument in enumerate(schema.arguments if schema is not None and schema.is_mutable else ()):
+    if schema is None or not schema.is_mutable:
+        return
+
+    for number, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
         view = node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
-        while argument.alias_info is not None and argument.alias_info.is_write and isinstance(view, Node):
+        while isinstance(view, Node):
             yield view
             base = view.args[0] if view.op == "call_function" and view.args else None
             view = base if isinstance(base, Node) and _memory(base) == _memory(view) else None

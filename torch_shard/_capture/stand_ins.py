@@ -9,7 +9,6 @@ import collections
 import contextlib
 import copy
 import dataclasses
-import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -104,8 +103,9 @@ class StandIns:
         for write in plan.writes:
             if write.action == "set":
                 place, container = write.place.around(), write.place.container()
-                is_list = isinstance(container, (list, collections.deque))
-                is_wanted = is_list and all(place.within(index).key in written for index in range(len(container)))
+                is_wanted = isinstance(container, (list, collections.deque))
+                if is_wanted:
+                    is_wanted = all(place.within(index).key in written for index in range(len(container)))
             else:
                 place, container = write.place, write.place.get()
                 is_wanted = True
@@ -115,18 +115,22 @@ class StandIns:
 
     def _of_value(self, place: Place, before: Any, template: Any) -> Iterator[StandIn]:
         """Of a value that is set, or of the numbers in a container that is."""
-        is_nothing, before = before is ABSENT or before is None, plain(before)
+        is_nothing = before is ABSENT or before is None
+        before = plain(before)
         is_needed = bool(expressions_in(template))
+
         if isinstance(template, Item) and template.kind is torch.Tensor:
             if is_nothing or isinstance(before, torch.Tensor):
                 yield StandIn(place, before, self._first.like(template.position), is_needed, template)
         elif is_expression(template) or is_plain_number(template):
             if is_nothing or is_plain_number(before) or isinstance(before, str):
-                kind = template.kind if is_expression(template) else type(template)
-                kind = kind if is_nothing else type(before)
+                kind = type(before)
+                if is_nothing:
+                    kind = template.kind if is_expression(template) else type(template)
                 yield StandIn(place, before, self._old(place, kind), is_needed, template)
         elif is_nothing and isinstance(template, (list, dict, collections.deque)):
-            empty = copy.copy(template)  # of the same class, with the same factory
+            # A copy is of the same class, with the same factory.
+            empty = copy.copy(template)
             empty.clear()
             value = empty if isinstance(empty, dict) else watched(empty)
             yield StandIn(place, before, value, is_needed, template)
@@ -137,16 +141,17 @@ class StandIns:
         elif isinstance(before, (list, tuple, collections.deque)) and type(before) is type(template):
             yield StandIn(place, before, watched(before), is_needed, template)
         elif type(before) is dict and type(template) is dict:
-            shared = sorted(template.keys() & before.keys(), key=str)
-            pairs = (self._of_value(place.within(key), before[key], template[key]) for key in shared)
-            numbers = tuple(itertools.chain.from_iterable(pairs))
-            yield StandIn(place, before, watched(before), is_needed, template, numbers)
+            numbers: list[StandIn] = []
+            for key in sorted(template.keys() & before.keys(), key=str):
+                numbers += self._of_value(place.within(key), before[key], template[key])
+            yield StandIn(place, before, watched(before), is_needed, template, tuple(numbers))
 
     def _of_counts(self) -> Iterator[StandIn]:
         """Of plain numbers that the function has changed, or that are in what it writes."""
-        others = [(count.place, count.before) for count in (*self._first.counted, *self._first.counted_in_modules)]
-        others += [(place, place.get()) for place in self._first.sources]
-        for place, before in others:
+        counts = [*self._first.counted, *self._first.counted_in_modules]
+        numbers: list[tuple[Place, object]] = [(count.place, count.before) for count in counts]
+        numbers += [(place, place.get()) for place in self._first.sources]
+        for place, before in numbers:
             if type(before) in (int, float):
                 yield StandIn(place, before, self._old(place, type(before)), is_needed=False)
 
@@ -163,20 +168,25 @@ class StandIns:
         while True:
             self.asked.clear()
             yield made
-            needed = [each for each in made if each.is_needed]
-            parts = [each.instead if each.instead and _is_read(each) else (each,) for each in made]
-            if any(part is each.instead for part, each in zip(parts, made, strict=True) if each.instead):
-                made = list(itertools.chain.from_iterable(parts))
+
+            # A dict that is read may still have numbers that are not.
+            in_parts: list[StandIn] = []
+            for each in made:
+                in_parts += each.instead if each.instead and _is_read(each) else (each,)
+            if any(each not in made for each in in_parts):
+                made = in_parts
                 continue
+
+            needed = [each for each in made if each.is_needed]
             fewer = (
                 [each for each in made if each.is_needed or each.place.key not in self.asked],
                 needed,
                 [each for each in needed if not each.is_instead_of_nothing],
             )
-            left = next((choice for choice in fewer if len(choice) < len(made)), None)
-            if left is None:
+            smaller = [choice for choice in fewer if len(choice) < len(made)]
+            if not smaller:
                 return
-            made = left
+            made = smaller[0]
 
     def merged(self, second: Effects, made: Sequence[StandIn]) -> EffectPlan | None:
         """The plan of both captures, which are the same program; None if they do not do the same."""
@@ -185,7 +195,9 @@ class StandIns:
         assert then is not None
         if self._first.asked_at != second.asked_at or self.reads(then, made):
             return None
-        places: dict[Hashable, Place] = {place.key: place for each in made for place in (each.place, *each.within)}
+        places: dict[Hashable, Place] = {}
+        for each in made:
+            places.update((place.key, place) for place in (each.place, *each.within))
         numbers = {key: plain(place.get()) for key, place in places.items()}
         try:
             if not first.calls_alike(then, numbers):
@@ -193,9 +205,12 @@ class StandIns:
             writes = tuple(self._with_absence(write, then, made, numbers) for write in then.writes)
         except OtherwiseError:
             return None
+
+        # The second capture must write to all that the first has written to, or to what is around or within it.
         for write in first.writes:
             if not any(is_at(write.place, other.place) or is_at(other.place, write.place) for other in writes):
                 return None
+
         plan = EffectPlan(then.calls, writes)
         if not places.keys() >= set(plan.old_numbers):
             return None
@@ -212,13 +227,16 @@ class StandIns:
 
     def reads(self, plan: EffectPlan, made: Sequence[StandIn]) -> list[str]:
         """Lines that read what is in lists that a second capture adds to; the names of such as it has not met."""
-        grown, found = _grown(plan, made), list[str]()
+        grown, lines = _grown(plan, made), list[str]()
         for each in made:
+            is_watched_value = each.is_replaced and is_watched(each.value)
             if each in grown and not each.value.is_touched:
-                found.append(f"{each.place.name}, of which it has another name that is not seen")
-            elif each in grown or (each.is_replaced and is_watched(each.value)):
-                found += filter(None, [each.value.read_at or each.value.end_read_at])
-        return found
+                lines.append(f"{each.place.name}, of which it has another name that is not seen")
+            elif each in grown or is_watched_value:
+                line = each.value.read_at or each.value.end_read_at
+                if line:
+                    lines.append(line)
+        return lines
 
     def _with_absence(
         self, write: Write, plan: EffectPlan, made: Sequence[StandIn], numbers: Mapping[Hashable, Any]
@@ -263,12 +281,13 @@ def _effects_now() -> Effects:
 @contextlib.contextmanager
 def standing_in(made: Sequence[StandIn]) -> Iterator[None]:
     """Let stand-ins be at their places."""
-    held = [(each.place, each.place.get(), each.value) for each in made]
-    for place, _, value in held:
-        place.set(value)
+    before = [each.place.get() for each in made]
+    for each in made:
+        each.place.set(each.value)
     try:
         yield
     finally:
-        for place, before, value in reversed(held):
-            if place.get() is value:
-                place.set(before)
+        # In reverse, as a place may be within another one.
+        for each, value in zip(reversed(made), reversed(before), strict=True):
+            if each.place.get() is each.value:
+                each.place.set(value)
