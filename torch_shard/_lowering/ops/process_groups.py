@@ -4,7 +4,6 @@ A sum over processes that DINO's center or the gathered features of CLIP need be
 over rows. With several JAX processes, each of which runs the program of all rows, it would count rows several times.
 """
 
-import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -53,18 +52,16 @@ def _refuse_call(name: str, owners: Sequence[str], *, if_alone: bool) -> None:
 
     Args:
         name: Of a function, which a release of torch may lack.
-        owners: The modules that have it.
+        owners: The modules that have it, once they are imported.
         if_alone: Also where torch has one process, in which its number and that of all are what torch says.
     """
     original = getattr(sys.modules.get(owners[0]), name, None)
-    if original is None:
-        return
 
-    @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         # PyTorch itself asks for ranks, for its logs. This frame is called by that of `patched`.
         caller_frame = sys._getframe(2)
-        if not is_user_file(caller_frame.f_code.co_filename) or not (if_alone or _has_several_processes()):
+        is_asked = is_user_file(caller_frame.f_code.co_filename) and (if_alone or _has_several_processes())
+        if original is not None and not is_asked:
             return original(*args, **kwargs)
         _refuse(f"{owners[0]}.{name}")
 
