@@ -63,7 +63,14 @@ def run_by_name(
             return stack_dicts(fn(*as_dicts(args)), layout)
         return _Traced(fn, args, transfers).run(layout)
     whole = _Traced(fn, whole_stacks(args), transfers)
-    shapes = {form.shape: form.stored_shape for form in layout.forms.values() if form.is_rearranged}
+
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for form in layout.forms.values():
+        if form.is_rearranged:
+            shapes[form.shape] = form.stored_shape
+
+    # Torch's shape of a fused projection cuts across its pieces: to restore it moves it between devices. Adam and its
+    # kin need not see it.
     rearranged = _trace_rearranged(fn, args, transfers) if shapes else None
     if rearranged is not None and works_by_element(whole.closed, rearranged.closed, shapes):
         return keep_stacks(rearranged.run(layout.plain), layout, but_rearranged=True)
@@ -92,44 +99,56 @@ class _Traced:
     def run(self, layout: Layout) -> PyTree:
         """What the function returns, with `Stacks` for dicts by name."""
         program = RowProgram()
-        consts = [RowSlot(RowValue(const), None) for const in self.closed.consts]
-        given = consts + [leaf.slot for leaf in jax.tree.leaves(self._leaves)]
-        slots = program.add(self.closed.jaxpr, given)
+        inputs = [RowSlot(RowValue(const), None) for const in self.closed.consts]
+        inputs += [leaf.slot for leaf in jax.tree.leaves(self._leaves)]
+        slots = program.add(self.closed.jaxpr, inputs)
+
         shapes, tree = cast(tuple[list[jax.ShapeDtypeStruct], object], jax.tree.flatten(self._out))
         results = [_Result(s.shape, s.dtype, [slot]) for s, slot in zip(shapes, slots, strict=True)]
         stacked = stack_dicts(jax.tree.unflatten(tree, results), layout, _Result.stack)
         if self._transfers is None:
             program.run()
             return jax.tree.map(lambda result: result.array, stacked)
+
         program.run_when_asked()
         return self._one_by_one(stacked, self._transfers)
 
     def _one_by_one(self, stacked: PyTree, transfers: HostTransfers) -> PyTree:
         """Results, a stored array of parameters and what is kept for it after the other; back in the host's memory."""
         paths, tree = jax.tree_util.tree_flatten_with_path(stacked)
-        found: dict[int, PyTree] = {}
+
+        # The last key of a path is the name of a stored array: its parameter and its moments are computed together, so
+        # that the moments of one alone are in the device's memory at a time.
         numbers = collections.defaultdict[str, list[int]](list)
         for number, (path, _) in enumerate(paths):
             numbers[str(path[-1:])].append(number)
+
+        arrays: dict[int, PyTree] = {}
         for together in numbers.values():
-            found |= {number: paths[number][1].array for number in together}
-            sent = {number: transfers.replaced[number] for number in together if number in transfers.replaced}
-            olds = {number: self._brought[id(array)].take(None) for number, array in sent.items()}
-            found |= transfers.send({number: found[number] for number in sent}, olds) if sent else {}
-        return jax.tree.unflatten(tree, [found[number] for number in range(len(paths))])
+            old_arrays: dict[int, jax.Array] = {}
+            for number in together:
+                arrays[number] = paths[number][1].array
+                if number in transfers.replaced:
+                    on_host = transfers.replaced[number]
+                    old_arrays[number] = self._brought[id(on_host)].take(None)
+            if old_arrays:
+                arrays |= transfers.send({number: arrays[number] for number in old_arrays}, old_arrays)
+        return jax.tree.unflatten(tree, [arrays[number] for number in range(len(paths))])
 
     def _by_name(self, node: PyTree) -> PyTree:
         """A `Stacks` as a dict of leaves by name, an array as a leaf."""
         if not isinstance(node, Stacks):
             return _leaf(self._value(node), node, None)
-        found: dict[str, PyTree] = {}
+
+        leaves: dict[str, PyTree] = {}
         for group, stored in zip(node.layout.groups, node.arrays, strict=True):
             if len(group) == 1:
-                found[group[0]] = jax.tree.map(self._by_name, stored)
-            else:
-                value = self._value(stored, list(range(len(group))))
-                found |= {name: _leaf(value, stored, row) for row, name in enumerate(group)}
-        return found
+                leaves[group[0]] = jax.tree.map(self._by_name, stored)
+                continue
+            value = self._value(stored, list(range(len(group))))
+            for row, name in enumerate(group):
+                leaves[name] = _leaf(value, stored, row)
+        return leaves
 
     def _value(self, array: jax.Array, rows: list[int] | None = None) -> RowValue:
         """An array; what lies in the host's memory is brought in late."""
@@ -224,17 +243,25 @@ def _sees_no_shapes(closed: ClosedJaxpr) -> bool:
 
 
 def _sees_no_shape(eqn: JaxprEqn) -> bool:
-    name, ranks, within = eqn.primitive.name, [_rank(v) for v in eqn.invars], list(jaxprs_in_params(eqn.params))
+    name = eqn.primitive.name
+    ranks = [_rank(atom) for atom in eqn.invars]
+    inner_jaxprs = list(jaxprs_in_params(eqn.params))
+
     if name in _CALLS:
-        functions = [each for value in eqn.params.values() for each in _functions(value)]
-        return len(functions) == len(within) and all(map(_sees_no_shapes, functions))
+        functions: list[ClosedJaxpr] = []
+        for value in eqn.params.values():
+            functions += _functions(value)
+        return len(functions) == len(inner_jaxprs) and all(map(_sees_no_shapes, functions))
     if name in _BY_ELEMENT:
         return True
     if name in _TO_ONE:
-        return len(eqn.params["axes"]) == ranks[0]
+        return len(eqn.params["axes"]) == ranks[0]  # a sum over rows alone would be over other rows in other dims
     if name == "broadcast_in_dim":
         return ranks[0] == 0
-    return not any(ranks) and not any(map(_rank, eqn.outvars)) and not within
+
+    # Of what is unknown, only arithmetic on scalars is safe.
+    is_scalar = not any(ranks) and not any(map(_rank, eqn.outvars))
+    return is_scalar and not inner_jaxprs
 
 
 def _rank(atom: Any) -> int:

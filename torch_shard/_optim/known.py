@@ -37,7 +37,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     """The rule of an optimizer; others are refused."""
     kind = type(optimizer)
     if kind not in RULES:
-        listed = ", ".join(found.__name__ for found in RULES)
+        listed = ", ".join(known.__name__ for known in RULES)
         raise TypeError(
             f"{caller()}: the optimizer is a {kind.__module__}.{kind.__qualname__}, and what its step() does cannot be "
             f"known. Of torch.optim these are taken, not their subclasses: {listed}. For others give an optax "
@@ -62,18 +62,22 @@ def refuse_eager_step(optimizer: torch.optim.Optimizer, args: object, kwargs: ob
 
 def refuse_own_step(optimizer: torch.optim.Optimizer) -> None:
     """Refuse what the user has `step()` do besides what is known of the class; a scheduler's wrapper does no more."""
-    own = [hook for hook in optimizer._optimizer_step_pre_hooks.values() if hook is not refuse_eager_step]
-    if own or optimizer._optimizer_step_post_hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+    hooks = [hook for hook in optimizer._optimizer_step_pre_hooks.values() if hook is not refuse_eager_step]
+    hooks += optimizer._optimizer_step_post_hooks.values()
+    if hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         raise NotImplementedError(
             f"{caller()}: the optimizer has step hooks, which a compiled step would not call. Remove them, and do in "
             "the loop what they do."
         )
-    own = vars(optimizer).get("step")
-    if own is not None and getattr(own, "__wrapped__", None) is not type(optimizer).step:
+
+    # A learning rate scheduler replaces `step` by a wrapper that notes its calls, whose `__wrapped__` is the original.
+    # https://github.com/pytorch/pytorch/blob/main/torch/optim/lr_scheduler.py
+    replacement = vars(optimizer).get("step")
+    if replacement is not None and getattr(replacement, "__wrapped__", None) is not type(optimizer).step:
         raise NotImplementedError(
-            f"{caller()}: optimizer.step of this {type(optimizer).__name__} was replaced by {_name_of(own)}, which a "
-            "compiled step would not call. Do in the loop what it does (del optimizer.step), or give an optax "
-            "transformation."
+            f"{caller()}: optimizer.step of this {type(optimizer).__name__} was replaced by "
+            f"{_name_of(replacement)}, which a compiled step would not call. Do in the loop what it does "
+            "(del optimizer.step), or give an optax transformation."
         )
 
 

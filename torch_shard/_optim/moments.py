@@ -22,8 +22,15 @@ from torch_shard._sharding import Kept, Stacks
 
 def parameter_of(path: tuple[Any, ...], leaf: Any, params: Mapping[str, Any]) -> str | None:
     """The parameter under whose name, and in whose shape, a leaf of an optimizer's state is kept."""
-    names = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey) and key.key in params]
-    return names[-1] if names and params[names[-1]].shape == leaf.shape else None
+    name: str | None = None
+    for key in path:
+        if isinstance(key, jax.tree_util.DictKey) and key.key in params:
+            name = str(key.key)
+
+    # Adafactor keeps rows and columns under a parameter's name too, which are no moments.
+    if name is None or params[name].shape != leaf.shape:
+        return None
+    return name
 
 
 def is_narrow(leaf: Any) -> bool:
@@ -38,17 +45,24 @@ def init_narrow(init: Callable[[Any], PyTree], params: Any) -> PyTree:
     optimizers): in 16 bits it would lose what a small step adds.
     """
     traced, structs = jax.make_jaxpr(init, return_shape=True)(params)
+
+    # Only the trace tells a copy from a constant: at step 0 a parameter may be zeros as well.
     copies = set(traced.jaxpr.invars)
     for eqn in traced.jaxpr.eqns:
-        copies.update(eqn.outvars if any(isinstance(var, Var) and var in copies for var in eqn.invars) else ())
-    outs = traced.jaxpr.outvars
-    is_copy = jax.tree.unflatten(jax.tree.structure(structs), [isinstance(v, Var) and v in copies for v in outs])
+        if any(isinstance(variable, Var) and variable in copies for variable in eqn.invars):
+            copies.update(eqn.outvars)
 
-    def first(path: tuple[Any, ...], leaf: Any, is_copy: bool) -> Any:
-        fits = leaf.dtype in (jnp.float32, jnp.float16) and parameter_of(path, leaf, params)
-        return leaf.astype(jnp.bfloat16) if fits and not is_copy else leaf
+    copy_flags = [isinstance(variable, Var) and variable in copies for variable in traced.jaxpr.outvars]
+    is_copy = jax.tree.unflatten(jax.tree.structure(structs), copy_flags)
 
-    return jax.tree_util.tree_map_with_path(first, init(params), is_copy)
+    def narrow(path: tuple[Any, ...], leaf: Any, is_copy: bool) -> Any:
+        if is_copy or leaf.dtype not in (jnp.float32, jnp.float16):
+            return leaf
+        if parameter_of(path, leaf, params) is None:
+            return leaf
+        return leaf.astype(jnp.bfloat16)
+
+    return jax.tree_util.tree_map_with_path(narrow, init(params), is_copy)
 
 
 def check_moments(opt_state: PyTree) -> None:
@@ -71,12 +85,20 @@ def _is_lbfgs(node: object) -> bool:
 
 def narrow_like(opt_state: PyTree, like: PyTree) -> PyTree:
     """A state from elsewhere: to the nearest, where `like` is in bfloat16."""
-    return jax.tree.map(lambda leaf, own: leaf.astype(own.dtype) if is_narrow(own) else leaf, opt_state, like)
+
+    def narrow(leaf: Any, stored: Any) -> Any:
+        return leaf.astype(stored.dtype) if is_narrow(stored) else leaf
+
+    return jax.tree.map(narrow, opt_state, like)
 
 
 def widened(opt_state: PyTree) -> PyTree:
     """The state as an update computes with it: in float32 what is kept in bfloat16."""
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if is_narrow(leaf) else leaf, opt_state)
+
+    def widen(leaf: Any) -> Any:
+        return leaf.astype(jnp.float32) if is_narrow(leaf) else leaf
+
+    return jax.tree.map(widen, opt_state)
 
 
 def narrowed(opt_state: PyTree, like: PyTree, key: jax.Array) -> PyTree:
@@ -89,38 +111,57 @@ def narrowed(opt_state: PyTree, like: PyTree, key: jax.Array) -> PyTree:
             all meshes, stacked or not.
     """
 
-    def rounded(array: jax.Array, own: Any, places: list[str], form: Kept | None = None) -> jax.Array:
-        if not is_narrow(own) or is_narrow(array):
+    def seed_of(place: str) -> jax.Array:
+        # crc32, as Python's hash of a string differs between processes and would round otherwise in each.
+        place_key = jax.random.fold_in(key, np.uint32(zlib.crc32(place.encode())))
+        return jax.random.bits(place_key, (2,), jnp.uint32)
+
+    def rounded(array: jax.Array, stored: Any, places: list[str], form: Kept | None = None) -> jax.Array:
+        if not is_narrow(stored) or is_narrow(array):
             return array
+
         is_stack = len(places) > 1
         shape = array.shape[is_stack:] if form is None else form.shape
-        keys = (jax.random.fold_in(key, np.uint32(zlib.crc32(place.encode()))) for place in places)
-        seeds = jnp.stack([jax.random.bits(own_key, (2,), jnp.uint32) for own_key in keys])
+        seeds = jnp.stack([seed_of(place) for place in places])
         bits = jax.vmap(functools.partial(_bits, shape))(seeds) if is_stack else _bits(shape, seeds[0])
-        return _rounded(array, bits if form is None else form.store(bits, is_stack=is_stack))
 
-    def of_node(path: tuple[Any, ...], node: PyTree, own: PyTree) -> PyTree:
+        # Bits are drawn by an index in torch's shape, and only then moved to where the elements are stored.
+        if form is not None:
+            bits = form.store(bits, is_stack=is_stack)
+        return _rounded(array, bits)
+
+    def rounded_node(path: tuple[Any, ...], node: PyTree, stored: PyTree) -> PyTree:
         place = jax.tree_util.keystr(path)
         if not isinstance(node, Stacks):
-            return rounded(node, own, [place])
+            return rounded(node, stored, [place])
 
-        def of_group(names: tuple[str, ...], array: PyTree, own: PyTree) -> PyTree:
-            def leaf(below: tuple[Any, ...], array: jax.Array, own: Any) -> jax.Array:
-                places = [f"{place} {name}{jax.tree_util.keystr(below)}" for name in names]
-                return rounded(array, own, places, node.forms.get(names[0]))
+        def rounded_group(names: tuple[str, ...], array: PyTree, stored: PyTree) -> PyTree:
+            form = node.forms.get(names[0])
 
-            return jax.tree_util.tree_map_with_path(leaf, array, own)
+            def rounded_leaf(below: tuple[Any, ...], array: jax.Array, stored: Any) -> jax.Array:
+                suffix = jax.tree_util.keystr(below)
+                places = [f"{place} {name}{suffix}" for name in names]
+                return rounded(array, stored, places, form)
 
-        return Stacks(node.layout, map(of_group, node.layout.groups, node.arrays, own.arrays))
+            return jax.tree_util.tree_map_with_path(rounded_leaf, array, stored)
 
-    return jax.tree_util.tree_map_with_path(of_node, opt_state, like, is_leaf=lambda node: isinstance(node, Stacks))
+        return Stacks(node.layout, map(rounded_group, node.layout.groups, node.arrays, stored.arrays))
+
+    def is_stacks(node: object) -> bool:
+        return isinstance(node, Stacks)
+
+    return jax.tree_util.tree_map_with_path(rounded_node, opt_state, like, is_leaf=is_stacks)
 
 
 def _bits(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
     """16 bits for each element, from its index by SplitMix: XLA computes them in place, unlike those of threefry."""
-    factors = (seed[0] | 1) * np.cumprod([1, *shape[:0:-1]], dtype=np.uint32)[::-1]
-    at = (jax.lax.broadcasted_iota(jnp.uint32, shape, dim) * factors[dim] for dim in range(len(shape)))
-    x = sum(at, jnp.broadcast_to(seed[1], shape))
+    strides = np.cumprod([1, *shape[:0:-1]], dtype=np.uint32)[::-1]
+    factors = (seed[0] | 1) * strides  # odd, so that different indices stay different modulo 2**32
+
+    x = jnp.broadcast_to(seed[1], shape)
+    for dim in range(len(shape)):
+        x = x + jax.lax.broadcasted_iota(jnp.uint32, shape, dim) * factors[dim]
+
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = (x ^ x >> shift) * np.uint32(factor)
     return x >> 16
@@ -130,4 +171,6 @@ def _rounded(x: jax.Array, bits: jax.Array) -> jax.Array:
     """The upper half of float32, after a carry from bits that are added to the lower half."""
     words = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) + bits
     near = jax.lax.bitcast_convert_type((words >> 16).astype(jnp.uint16), jnp.bfloat16)
+
+    # A carry past the mantissa of a NaN would make a number of it.
     return jnp.where(jnp.isfinite(x), near, x.astype(jnp.bfloat16))

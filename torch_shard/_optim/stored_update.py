@@ -6,7 +6,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -28,8 +28,8 @@ class StoredUpdate:
         rule: The rule.
         flags: Of each group.
         of_groups: Coefficients of each group.
-        own: Coefficients that each parameter has for itself, in the place of its group's, `(num_params,)`.
-        given: For each parameter that is updated its place among these, and its group. Others stay as they are, and
+        of_params: Coefficients that each parameter has for itself, in the place of its group's, `(num_params,)`.
+        places: For each parameter that is updated its place among these, and its group. Others stay as they are, and
             what is kept for them.
         transfers: Of slots that lie in the host's memory, if some do.
     """
@@ -37,86 +37,148 @@ class StoredUpdate:
     rule: Rule
     flags: Sequence[Flags]
     of_groups: Sequence[Scalars]
-    own: Scalars
-    given: Mapping[str, tuple[int, int]]
+    of_params: Scalars
+    places: Mapping[str, tuple[int, int]]
     transfers: HostTransfers | None = None
 
     def updated(self, grads: Stacks, slots: Mapping[str, Stacks], params: Stacks) -> tuple[Stacks, dict[str, Stacks]]:
         """The new parameters and slots, stored as the old ones, and where those lie."""
-        found: dict[tuple[str, ...], tuple[jax.Array, Slots]] = {}
+        results: dict[tuple[str, ...], tuple[jax.Array, Slots]] = {}
         by_row: dict[tuple[str, ...], RowUpdate] = {}
-        for names in params.layout.groups:
-            for part in [names] if self._is_one(names) else [(name,) for name in names]:
-                if part[0] in self.given:
-                    held = {slot: stored_rows(values, part) for slot, values in slots.items() if part[0] in values}
-                    entry = Entry(stored_rows(grads, part), stored_rows(params, part), held)
-                    update = self._of_part(part, entry, params.layout)
-                    if isinstance(update, RowUpdate):
-                        by_row[part] = update
-                    else:
-                        found[part] = update
-        found |= self.transfers.by_row(by_row) if self.transfers is not None else {}
-        places = {name: (part, row) for part in found for row, name in enumerate(part)}
+        for part in self._parts(params.layout):
+            part_slots: Slots = {}
+            for slot, values in slots.items():
+                if part[0] in values:
+                    part_slots[slot] = stored_rows(values, part)
 
-        def stored(old: Stacks, read: Callable[[tuple[jax.Array, Slots]], jax.Array]) -> Stacks:
-            def one(name: str) -> jax.Array:
-                if name not in places:
-                    return old.kept(name)
-                part, row = places[name]
-                return read(found[part]) if len(part) == 1 else read(found[part])[row]
+            entry = Entry(stored_rows(grads, part), stored_rows(params, part), part_slots)
+            update = self._of_part(part, entry, params.layout)
+            if isinstance(update, RowUpdate):
+                by_row[part] = update
+            else:
+                results[part] = update
 
-            def group_of(names: tuple[str, ...], before: jax.Array) -> jax.Array:
-                if names in found:
-                    return read(found[names])
-                if places.keys().isdisjoint(names):
-                    return before
-                return one(names[0]) if len(names) == 1 else jnp.stack(list(map(one, names)))
+        if self.transfers is not None:
+            results |= self.transfers.by_row(by_row)
 
-            return Stacks(old.layout, map(group_of, old.layout.groups, old.arrays))
+        def new_params(result: tuple[jax.Array, Slots]) -> jax.Array:
+            return result[0]
 
-        new = {slot: stored(old, lambda result, slot=slot: result[1][slot]) for slot, old in slots.items()}
-        return stored(params, lambda result: result[0]), new
+        def new_slot(slot: str, result: tuple[jax.Array, Slots]) -> jax.Array:
+            return result[1][slot]
+
+        new_slots: dict[str, Stacks] = {}
+        for slot, old in slots.items():
+            new_slots[slot] = _placed(results, old, functools.partial(new_slot, slot))
+        return _placed(results, params, new_params), new_slots
+
+    def _parts(self, layout: Layout) -> Iterator[tuple[str, ...]]:
+        """The names that are updated, together where one update serves all rows of a stack."""
+        for names in layout.groups:
+            parts = [names] if self._is_one(names) else [(name,) for name in names]
+            for part in parts:
+                if part[0] in self.places:
+                    yield part
 
     def _is_one(self, names: tuple[str, ...]) -> bool:
         """Tell whether the rows of a stack are updated alike, up to numbers."""
-        first, *others = [self.flags[self.given[name][1]] if name in self.given else None for name in names]
-        return all(flags == first for flags in others)
+        flags: list[Flags | None] = []
+        for name in names:
+            # A loss may reach some layers alone: those rows are updated, and the others are left.
+            flags.append(self.flags[self.places[name][1]] if name in self.places else None)
+        return all(of_row == flags[0] for of_row in flags)
 
     def _of_part(self, names: tuple[str, ...], entry: Entry, layout: Layout) -> tuple[jax.Array, Slots] | RowUpdate:
         """The update of a stored array, whose rows have the same flags; one by row where its slots are brought in."""
-        places, groups = zip(*(self.given[name] for name in names), strict=True)
+        places = [self.places[name][0] for name in names]
+        groups = [self.places[name][1] for name in names]
         update = functools.partial(update_tensor, self.rule, self.flags[groups[0]])
         shared = self.of_groups[groups[0]]
+
         if len(names) == 1:
-            own = {key: jax.lax.index_in_dim(values, places[0], keepdims=False) for key, values in self.own.items()}
-            return self._brought(lambda entry: update(entry, {**shared, **own}), entry)
-        rows = {key: values[np.array(places)] for key, values in self.own.items()}
+            scalars = dict(shared)
+            for key, values in self.of_params.items():
+                scalars[key] = jax.lax.index_in_dim(values, places[0], keepdims=False)
+            return self._brought(lambda entry: update(entry, scalars), entry)
+
+        # Layers of one stack may be in different groups, as those of a layer-wise decay of lr are.
+        row_scalars: dict[str, jax.Array] = {}
         if len(set(groups)) > 1:
-            rows = {key: jnp.stack([self.of_groups[group][key] for group in groups]) for key in shared} | rows
-        if layout.axis_of(names) is None and self._away(entry):
+            for key in shared:
+                row_scalars[key] = jnp.stack([self.of_groups[group][key] for group in groups])
+        for key, values in self.of_params.items():
+            row_scalars[key] = values[np.array(places)]
 
-            def of_row(given: tuple[jax.Array, Scalars], held: tuple[jax.Array, Slots]) -> tuple[jax.Array, Slots]:
-                grad, own = given
-                return update(Entry(grad, *held), {**shared, **own})
+        if layout.axis_of(names) is None and self._on_host(entry):
 
-            return RowUpdate(of_row, (entry.grad, rows), (entry.param, entry.slots))
-        axes = {key: 0 if key in rows else None for key in {**shared, **rows}}
-        all_rows = jax.vmap(update, in_axes=(0, axes))
-        return self._brought(lambda entry: all_rows(entry, {**shared, **rows}), entry)
+            def update_row(given: tuple[jax.Array, Scalars], old: tuple[jax.Array, Slots]) -> tuple[jax.Array, Slots]:
+                grad, scalars = given
+                return update(Entry(grad, *old), {**shared, **scalars})
 
-    def _away(self, entry: Entry) -> Slots:
+            return RowUpdate(update_row, (entry.grad, row_scalars), (entry.param, entry.slots))
+
+        scalars = {**shared, **row_scalars}
+        axes = {key: 0 if key in row_scalars else None for key in scalars}
+        update_rows = jax.vmap(update, in_axes=(0, axes))
+        return self._brought(lambda entry: update_rows(entry, scalars), entry)
+
+    def _on_host(self, entry: Entry) -> Slots:
         """Those of the slots that lie in the host's memory."""
-        return {} if self.transfers is None else {n: value for n, value in entry.slots.items() if is_on_host(value)}
+        if self.transfers is None:
+            return {}
+        return {slot: value for slot, value in entry.slots.items() if is_on_host(value)}
 
     def _brought(self, update: Callable[[Entry], tuple[jax.Array, Slots]], entry: Entry) -> tuple[jax.Array, Slots]:
         """An update of an entry whose slots may lie in the host's memory."""
-        if not (away := self._away(entry)):
+        on_host = self._on_host(entry)
+        if not on_host:
             return update(entry)
+
         assert self.transfers is not None
-        olds = self.transfers.bring(away)
-        entry = jax.lax.optimization_barrier(entry._replace(slots={**entry.slots, **olds}))
-        found, new = jax.lax.optimization_barrier(update(entry))  # as for rows
-        return found, {**new, **self.transfers.send({name: new[name] for name in away}, olds)}
+        old_slots = self.transfers.bring(on_host)
+
+        # Barriers, as for rows: what XLA fuses with a transfer is rounded otherwise than the update alone.
+        entry = jax.lax.optimization_barrier(entry._replace(slots={**entry.slots, **old_slots}))
+        param, slots = jax.lax.optimization_barrier(update(entry))
+
+        sent = self.transfers.send({slot: slots[slot] for slot in on_host}, old_slots)
+        return param, {**slots, **sent}
+
+
+def _placed(
+    results: Mapping[tuple[str, ...], tuple[jax.Array, Slots]],
+    old: Stacks,
+    read: Callable[[tuple[jax.Array, Slots]], jax.Array],
+) -> Stacks:
+    """The results, stored as the old arrays are; these where there is none.
+
+    Args:
+        results: By the names that were updated together.
+        old: Arrays of before.
+        read: Takes of a result what is to be stored.
+    """
+    part_of: dict[str, tuple[tuple[str, ...], int]] = {}
+    for part in results:
+        for row, name in enumerate(part):
+            part_of[name] = part, row
+
+    def of_name(name: str) -> jax.Array:
+        if name not in part_of:
+            return old.kept(name)
+        part, row = part_of[name]
+        array = read(results[part])
+        return array if len(part) == 1 else array[row]
+
+    def of_group(names: tuple[str, ...], before: jax.Array) -> jax.Array:
+        if names in results:
+            return read(results[names])
+        if part_of.keys().isdisjoint(names):
+            return before
+        if len(names) == 1:
+            return of_name(names[0])
+        return jnp.stack([of_name(name) for name in names])
+
+    return Stacks(old.layout, map(of_group, old.layout.groups, old.arrays))
 
 
 def update_tensor(rule: Rule, flags: Flags, entry: Entry, scalars: Scalars) -> tuple[jax.Array, Slots]:
@@ -127,16 +189,23 @@ def update_tensor(rule: Rule, flags: Flags, entry: Entry, scalars: Scalars) -> t
         raise ValueError("torch has no such step for complex parameters.")
 
     def wide(x: jax.Array) -> jax.Array:
-        x = jnp.stack([x.real, x.imag], -1) if is_complex else x
+        if is_complex:
+            x = jnp.stack([x.real, x.imag], -1)
         return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
     def narrow(x: jax.Array, like: jax.Array) -> jax.Array:
-        return (jax.lax.complex(x[..., 0], x[..., 1]) if is_complex else x).astype(like.dtype)
+        if is_complex:
+            x = jax.lax.complex(x[..., 0], x[..., 1])
+        return x.astype(like.dtype)
 
+    # Scalars are float64 if any parameter of the optimizer is, and would widen the update of a float32 one.
     dtype = wide(param).dtype
-    own = {name: value if value.dtype == bool else value.astype(dtype) for name, value in scalars.items()}
-    found, new = rule.update(jax.tree.map(wide, entry), own, flags)
-    return narrow(found, param), {name: narrow(value, slots[name]) for name, value in new.items()}
+    typed_scalars: dict[str, jax.Array] = {}
+    for name, value in scalars.items():
+        typed_scalars[name] = value if value.dtype == bool else value.astype(dtype)
+
+    new_param, new_slots = rule.update(jax.tree.map(wide, entry), typed_scalars, flags)
+    return narrow(new_param, param), {name: narrow(value, slots[name]) for name, value in new_slots.items()}
 
 
 def stored_rows(values: Stacks, names: tuple[str, ...]) -> jax.Array:
@@ -161,7 +230,9 @@ class AverageState(NamedTuple):
 
 def check_average(decay: object) -> None:
     """Refuse what is no decay."""
-    if decay is not None and not (isinstance(decay, int | float) and not isinstance(decay, bool) and 0 <= decay < 1):
+    if decay is None:
+        return
+    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
         raise ValueError(
             f"{caller()}: ema must be the decay of the average, at least 0 and less than 1, such as 0.999, "
             f"got {decay!r}."
@@ -174,7 +245,8 @@ def averaged(ema: Stacks, params: Stacks, decay: float) -> Stacks:
     def moved(names: tuple[str, ...], old: jax.Array) -> jax.Array:
         new = stored_rows(params, names)
         dtype = jnp.promote_types(old.dtype, jnp.float32)
-        return (decay * old.astype(dtype) + (1 - decay) * new.astype(dtype)).astype(old.dtype)
+        average = decay * old.astype(dtype) + (1 - decay) * new.astype(dtype)
+        return average.astype(old.dtype)
 
     return Stacks(ema.layout, map(moved, ema.layout.groups, ema.arrays))
 

@@ -65,21 +65,32 @@ def _transformation(kind: type[torch.optim.Optimizer], lr: Rate, settings: Mappi
         if params is None:
             raise ValueError(f"ts.optim.{kind.__name__.lower()} needs the parameters: update(grads, state, params).")
         count = state.steps + 1
-        given = {name: jnp.asarray(value, float) for name, value in numbers.items()}  # float64 where JAX has it
-        given["lr"] = jnp.asarray(lr(state.steps) if callable(lr) else lr, float)
-        scalars, kept = rule.coefficients(count.astype(float), given, state.kept)
-        own = functools.partial(update_tensor, rule, flags_for(jax.tree.leaves(params)), scalars={**given, **scalars})
-        updates, slots = _updated(own, grads, params, state.slots)
-        kept = {name: value.astype(jnp.float32) for name, value in kept.items()}
-        return updates, TransformState(count, kept, slots)
+
+        settings = {name: jnp.asarray(value, float) for name, value in numbers.items()}  # float64 where JAX has it
+        settings["lr"] = jnp.asarray(lr(state.steps) if callable(lr) else lr, float)
+        scalars, new_numbers = rule.coefficients(count.astype(float), settings, state.kept)
+
+        flags = flags_for(jax.tree.leaves(params))
+        update_leaf = functools.partial(update_tensor, rule, flags, scalars={**settings, **scalars})
+        updates, slots = _updated(update_leaf, grads, params, state.slots)
+        new_numbers = {name: value.astype(jnp.float32) for name, value in new_numbers.items()}
+        return updates, TransformState(count, new_numbers, slots)
 
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def _by_name(tree: Any, slots: Sequence[Slots]) -> dict[str, PyTree]:
     """The slots of all parameters, by their names."""
-    names = dict.fromkeys(name for own in slots for name in own)
-    return {n: jax.tree.unflatten(tree, [own.get(n, optax.MaskedNode()) for own in slots]) for n in names}
+    names: dict[str, None] = {}
+    for of_leaf in slots:
+        names |= dict.fromkeys(of_leaf)
+
+    # Adafactor keeps other slots for a vector than for a matrix: optax's sign for "nothing" is a masked node.
+    by_name: dict[str, PyTree] = {}
+    for name in names:
+        values = [of_leaf.get(name, optax.MaskedNode()) for of_leaf in slots]
+        by_name[name] = jax.tree.unflatten(tree, values)
+    return by_name
 
 
 def _updated(
@@ -87,14 +98,20 @@ def _updated(
 ) -> tuple[PyTree, dict[str, PyTree]]:
     """The updates, and the new slots."""
     leaves, tree = jax.tree.flatten(params)
-    flat: dict[str, list[Any]] = {name: tree.flatten_up_to(values) for name, values in slots.items()}
-    updates, new = list[jax.Array](), list[Slots]()
-    for at, (grad, param) in enumerate(zip(tree.flatten_up_to(grads), leaves, strict=True)):
-        own = {name: values[at] for name, values in flat.items() if not isinstance(values[at], optax.MaskedNode)}
-        found, own = update(Entry(grad, param, own))
-        updates.append(found - param)
-        new.append(own)
-    return jax.tree.unflatten(tree, updates), _by_name(tree, new)
+    flat_slots: dict[str, list[Any]] = {name: tree.flatten_up_to(values) for name, values in slots.items()}
+
+    updates: list[jax.Array] = []
+    new_slots: list[Slots] = []
+    for number, (grad, param) in enumerate(zip(tree.flatten_up_to(grads), leaves, strict=True)):
+        leaf_slots: Slots = {}
+        for name, values in flat_slots.items():
+            if not isinstance(values[number], optax.MaskedNode):
+                leaf_slots[name] = values[number]
+
+        new_param, leaf_slots = update(Entry(grad, param, leaf_slots))
+        updates.append(new_param - param)
+        new_slots.append(leaf_slots)
+    return jax.tree.unflatten(tree, updates), _by_name(tree, new_slots)
 
 
 _NO_FORMULA = ("params", "lr", "foreach", "capturable", "differentiable", "fused")

@@ -99,23 +99,28 @@ class _Operation:
     def run(self) -> None:
         rows = sorted(self.rows)
         if len(rows) > 1:
-            found = self._evaluate_rows(rows)
+            arrays = self._evaluate_rows(rows)
         else:
-            found = self._evaluate(*(s.take() for s in self.inputs))
-            found = [array[None] for array in found] if rows else found
-        for value, array in zip(self.outputs, found, strict=True):
+            arrays = self._evaluate(*(s.take() for s in self.inputs))
+            if rows:
+                arrays = [array[None] for array in arrays]
+
+        for value, array in zip(self.outputs, arrays, strict=True):
             value.array, value.rows = array, rows or None
 
     def _evaluate_rows(self, rows: list[int]) -> list[jax.Array]:
-        given = [s.take() if s.row is None else s.value.stack(rows) for s in self.inputs]
+        operands = [s.take() if s.row is None else s.value.stack(rows) for s in self.inputs]
         axes = [None if s.row is None else 0 for s in self.inputs]
         try:
-            return jax.vmap(self._evaluate, in_axes=axes)(*given)
+            return jax.vmap(self._evaluate, in_axes=axes)(*operands)
         except NotImplementedError:  # no batching rule: a callback, a primitive of somebody's own
-            each = [
-                self._evaluate(*(s.value.take(None if s.row is None else row) for s in self.inputs)) for row in rows
-            ]
-            return [jnp.stack(arrays) for arrays in zip(*each, strict=True)]
+            pass
+
+        by_row: list[list[jax.Array]] = []
+        for row in rows:
+            operands = [s.value.take(None if s.row is None else row) for s in self.inputs]
+            by_row.append(self._evaluate(*operands))
+        return [jnp.stack(arrays) for arrays in zip(*by_row, strict=True)]
 
     def _evaluate(self, *inputs: jax.Array) -> list[jax.Array]:
         eqn = self.eqn
@@ -154,11 +159,13 @@ class _Reduction:
         rows: dict[RowValue, list[int]] = {}
         terms: list[jax.Array] = []
         for value, row in self.inputs:
-            if row is None or row in rows.get(value, ()):
+            if row is None or row in rows.get(value, ()):  # a row that is added twice counts twice
                 terms.append(value.take(row))
             else:
                 rows.setdefault(value, []).append(row)
-        terms += [reduce(value.stack(sorted(found)), (0,)) for value, found in rows.items()]
+
+        for value, value_rows in rows.items():
+            terms.append(reduce(value.stack(sorted(value_rows)), (0,)))
         self.outputs[0].array = functools.reduce(combine, terms)
 
 
@@ -234,10 +241,11 @@ class RowProgram:
         lines_up = len(rows) == 1 and not eqn.effects and not self._is_random(eqn)
         body = _body(eqn)
         if body is not None and rows and not (lines_up and eqn.primitive.name == "jit"):
-            given = [self._constant(id(const), const) for const in body.consts]
-            given += [self._slot(v, slots) for v in eqn.invars]
-            slots.update(zip(eqn.outvars, self.add(body.jaxpr, given), strict=True))
+            inputs = [self._constant(id(const), const) for const in body.consts]
+            inputs += [self._slot(v, slots) for v in eqn.invars]
+            slots.update(zip(eqn.outvars, self.add(body.jaxpr, inputs), strict=True))
             return
+
         operation = self._operation(jaxpr, eqn, slots, lines_up)
         row = rows.pop() if lines_up else None
         if row is not None:
@@ -300,9 +308,14 @@ def _find_chains(jaxpr: Jaxpr) -> dict[Var, _Chain]:
 
     order = {v: number for number, v in enumerate(links)}
     inner = {v for eqn in links.values() for v in _atoms(eqn.invars) if continues(v, eqn)}
-    found: dict[Var, _Chain] = {}
-    for end in (eqn for v, eqn in links.items() if v not in inner):
-        eqns, terms, todo = [end], [], end.invars[::-1]
+    chains: dict[Var, _Chain] = {}
+    for result, end in links.items():
+        if result in inner:
+            continue
+
+        eqns = [end]
+        terms: list[Atom] = []
+        todo = end.invars[::-1]
         while todo:
             atom = todo.pop()
             if not isinstance(atom, Literal) and atom in inner:
@@ -312,8 +325,8 @@ def _find_chains(jaxpr: Jaxpr) -> dict[Var, _Chain]:
                 terms.append(atom)
         if len(eqns) > 1:
             chain = _Chain(sorted(eqns, key=lambda eqn: order[eqn.outvars[0]]), terms)
-            found |= {eqn.outvars[0]: chain for eqn in eqns}
-    return found
+            chains |= {eqn.outvars[0]: chain for eqn in eqns}
+    return chains
 
 
 def _atoms(atoms: Iterable[Atom]) -> list[Var]:
