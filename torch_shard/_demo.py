@@ -33,9 +33,9 @@ from torch.nn import functional as F
 
 import torch_shard as ts
 from torch_shard._common.printed import replacing
+from torch_shard._common.specs import describe_mesh
 from torch_shard._fit import METRICS, read_metrics
 from torch_shard._inspect import compare_with_torch
-from torch_shard._sharding import describe_mesh
 from torch_shard._train import Difference
 
 CHECKPOINTS, SETTINGS, SUMMARY, WEIGHTS = "checkpoints", "demo.json", "summary.json", "model.safetensors"

@@ -9,8 +9,8 @@ from torch import nn
 
 import torch_shard as ts
 from tests.tables.cases import make_mesh
+from torch_shard._entries import holdings
 from torch_shard._scan.siblings import find_siblings, stack_layout
-from torch_shard._sharding.entries import holdings
 
 
 def grouped(model: nn.Module, rules: Any = None) -> set[tuple[str, ...]]:

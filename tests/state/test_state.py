@@ -19,8 +19,8 @@ from tests.oracles.eager import assert_close, assert_follows, eager_trajectory
 from tests.oracles.steps import sgd_step, step_of
 from tests.tables.cases import CASE, WHOLE, Case, make_mesh, regression
 from tests.tables.layers import WIDTH, Stack
+from torch_shard._common.specs import describe_spec
 from torch_shard._device import JaxTensor
-from torch_shard._sharding import describe_spec
 from torch_shard._state import state as _state
 
 

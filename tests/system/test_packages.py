@@ -10,6 +10,7 @@ import torch_shard
 
 ROOT = pathlib.Path(torch_shard.__file__).parent
 OPEN = ("_common",)  # imported file by file: packages without JAX use some of its files
+MOST_EXPORTS = {"_capture": 44, "_lowering": 52}  # of others, 40
 FILES = sorted(ROOT.rglob("*.py"))
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("_*/__init__.py") if path.parent.name not in OPEN)
 
@@ -32,7 +33,9 @@ def test_packages_import_what_the_init_files_of_others_export_and_no_file_of_the
         assert ast.get_docstring(inits[name]), name
         assert all(isinstance(node, (ast.Expr, ast.ImportFrom, ast.Assign)) for node in inits[name].body), name
         froms = [node for node in inits[name].body if isinstance(node, ast.ImportFrom)]
-        assert {alias.name for node in froms for alias in node.names} == used[name], name
+        exported = {alias.name for node in froms for alias in node.names}
+        assert exported == used[name], name
+        assert len(exported) <= MOST_EXPORTS.get(name, 40), name
 
 
 def _module(path: pathlib.Path) -> str:

@@ -15,8 +15,8 @@ import jaxlib.utils
 from jax.sharding import Mesh
 
 from torch_shard._common.caller import caller
+from torch_shard._common.specs import describe_mesh
 from torch_shard._cost.hlo import Hlo, Instruction
-from torch_shard._sharding import describe_mesh
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,14 +17,16 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from torch_shard._common.host_memory import is_pinned
 from torch_shard._common.printed import InNotebooks, printed
+from torch_shard._common.specs import describe_mesh, slices_of
 from torch_shard._common.types import PyTree
 from torch_shard._cost.chips import chip_of
 from torch_shard._cost.exposed import exposed_by_axis
 from torch_shard._cost.fitting import TooLarge, compile_or_refuse, memory_of_program, saved_bytes
 from torch_shard._cost.hlo import KINDS
 from torch_shard._cost.total import COMPILER, Cost, ModuleCost, ModulePaths, costs_of
-from torch_shard._sharding import ResolvedPlan, describe_mesh, is_pinned, memory_of, slices_of
+from torch_shard._sharding import ResolvedPlan, memory_of
 
 _SHOWN = 24
 """Modules in a table."""

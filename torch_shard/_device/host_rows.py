@@ -14,11 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import host_array, struct_of
+from torch_shard._common.specs import describe_mesh
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._device.placement import BatchLayout
 from torch_shard._device.tensor import JaxTensor
-from torch_shard._sharding import describe_mesh, refuse_compile_only
+from torch_shard._sharding import refuse_compile_only
 
 
 @public

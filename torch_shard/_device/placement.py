@@ -15,25 +15,21 @@ from jax.typing import ArrayLike
 
 from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import flatten, host_array, struct_of, to_host
+from torch_shard._common.specs import axes_of, describe_mesh, describe_spec
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, named, unwrapped
 from torch_shard._device.tensor import JaxTensor, whole_on_host, wrap_array
+from torch_shard._entries import TensorPlaces, holdings, refuse_hooks
 from torch_shard._sharding import (
     Context,
     PlanFn,
     ShardingPlan,
     Stacks,
-    TensorPlaces,
-    axes_of,
     check_mesh,
-    describe_mesh,
-    describe_spec,
     find_spec_faults,
-    holdings,
     make_matcher,
     plan_for,
     refuse_compile_only,
-    refuse_hooks,
     row_sharding,
 )
 

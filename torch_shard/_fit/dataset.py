@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import flatten
+from torch_shard._common.specs import describe_mesh
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call, check_count, check_kind, is_integer
 from torch_shard._device import HostRows
 from torch_shard._fit.data import generators_of, reseed
 from torch_shard._hosts import compare
-from torch_shard._sharding import describe_mesh
 from torch_shard._train import HostBatch, Step
 
 _Key = tuple[int, int]

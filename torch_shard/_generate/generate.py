@@ -16,8 +16,9 @@ from jax.sharding import Mesh, PartitionSpec
 from torch_shard._common.caller import caller, near_misses, public
 from torch_shard._common.validate import check_count, check_kind, check_number, check_seed
 from torch_shard._device import put
+from torch_shard._entries import holdings
 from torch_shard._generate.decode import Decode, Loop, Prefill
-from torch_shard._sharding import ShardingPlan, holdings, make_mesh
+from torch_shard._sharding import ShardingPlan, make_mesh
 from torch_shard._state import TrainState, check_state, present_state
 from torch_shard._train import Step, StepOptions
 

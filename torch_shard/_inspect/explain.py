@@ -16,9 +16,9 @@ from torch_shard._common.caller import public
 from torch_shard._common.printed import InNotebooks
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, check_module
+from torch_shard._entries import LossFn
 from torch_shard._loss import HostValues, JointLoss, LossShape, LossSource, capture_with, check_loss_fn, flatten_batch
 from torch_shard._lowering import LOWERINGS, draws_random, find_lowering, is_own, keeps_whole, place_of
-from torch_shard._sharding import LossFn
 
 
 @dataclasses.dataclass(frozen=True)

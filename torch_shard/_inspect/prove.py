@@ -17,14 +17,16 @@ from torch.overrides import TorchFunctionMode
 from torch_shard._common.caller import caller, error_prefix, public
 from torch_shard._common.dtypes import has_x64
 from torch_shard._common.printed import InNotebooks, printed
+from torch_shard._common.specs import describe_mesh
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_count, check_kind, check_module
 from torch_shard._device import refuse_meta
+from torch_shard._entries import LossFn
 from torch_shard._inspect.training import Run, Training, check_optimizers
 from torch_shard._loss import check_loss_fn
 from torch_shard._optim import adamw
 from torch_shard._plans import expert, fsdp, fsdp_tp, hsdp, pipeline, quietly, replicated, tp
-from torch_shard._sharding import LossFn, PlanFn, ShardingPlan, check_mesh, describe_mesh, make_mesh, plan_for
+from torch_shard._sharding import PlanFn, ShardingPlan, check_mesh, make_mesh, plan_for
 from torch_shard._train import (
     Comparison,
     Difference,

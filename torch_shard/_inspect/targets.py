@@ -16,9 +16,9 @@ import torch
 from jax.sharding import Mesh
 
 from torch_shard._common.types import PyTree
+from torch_shard._entries import LossFn
 from torch_shard._plans import fsdp_tp
 from torch_shard._scan import Remat
-from torch_shard._sharding import LossFn
 from torch_shard._train import Step, TrainFunction, TrainStep, make_train_step
 
 NEEDED = ("model", "loss_fn", "batch", "plan", "optimizer")

@@ -15,8 +15,9 @@ from jax.sharding import Mesh, PartitionSpec
 from torch_shard._common.caller import caller, public
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call, check_count
+from torch_shard._entries import LossFn
 from torch_shard._optim import check_optimizer
-from torch_shard._sharding import LossFn, PlanFn, ShardingPlan, check_mesh, make_mesh, plan_for
+from torch_shard._sharding import PlanFn, ShardingPlan, check_mesh, make_mesh, plan_for
 from torch_shard._state import TrainState
 from torch_shard._train import (
     Comparison,

@@ -21,9 +21,10 @@ from torch_shard._common.printed import replacing
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_count, check_directory, check_file, check_kind, check_path, unwrapped
 from torch_shard._device import refuse_meta, to_cpu
+from torch_shard._entries import group_ties, holdings, unsaved_buffers
 from torch_shard._hosts import exchange
 from torch_shard._io.formats import DTYPES, Stored
-from torch_shard._sharding import Stacks, group_ties, holdings, unsaved_buffers
+from torch_shard._sharding import Stacks
 from torch_shard._state import TrainState, present_state
 
 SHARD_BYTES = 5 * 10**9

@@ -18,19 +18,11 @@ from torch_shard._common.dtypes import has_x64
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call, check_kind, check_path, unwrapped
 from torch_shard._device import put, wrap_array
+from torch_shard._entries import TensorPlaces, holdings, refuse_hooks, refuse_load_hooks
 from torch_shard._io.formats import Index, TensorFile, held_tensors, open_safetensors, open_torch, read_part, read_runs
 from torch_shard._io.match import Allowed, Match, Rename, TargetEntry
 from torch_shard._io.training import Restoring, open_training
-from torch_shard._sharding import (
-    PlanFn,
-    ShardingPlan,
-    TensorPlaces,
-    check_mesh,
-    holdings,
-    plan_for,
-    refuse_hooks,
-    refuse_load_hooks,
-)
+from torch_shard._sharding import PlanFn, ShardingPlan, check_mesh, plan_for
 
 Source = str | os.PathLike[str]
 

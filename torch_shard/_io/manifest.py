@@ -12,18 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from torch_shard._common.specs import describe_spec
 from torch_shard._common.types import PyTree
 from torch_shard._io.integrity import Unreadable, read_json, reading
-from torch_shard._sharding import (
-    Kept,
-    Layout,
-    Stacks,
-    describe_group,
-    describe_spec,
-    row_sharding,
-    stack_sharding,
-    take_row,
-)
+from torch_shard._sharding import Kept, Layout, Stacks, describe_group, row_sharding, stack_sharding, take_row
 from torch_shard._state import KINDS, TrainState, differs_by
 
 if TYPE_CHECKING:

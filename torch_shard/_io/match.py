@@ -12,8 +12,9 @@ from torch_shard._common.caller import caller
 from torch_shard._common.dtypes import jax_dtype, torch_dtype
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
+from torch_shard._entries import unsaved_buffers
 from torch_shard._io.formats import Stored, TensorFile
-from torch_shard._sharding import ShardingPlan, make_matcher, unsaved_buffers
+from torch_shard._sharding import ShardingPlan, make_matcher
 
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
 

@@ -12,6 +12,7 @@ import torch
 from torch_shard._capture import HostInputs, Mismatch, Reads
 from torch_shard._common.caller import caller
 from torch_shard._common.types import KEPT
+from torch_shard._entries import LossFn, gradient_hooks, holdings, memory_span
 from torch_shard._loss.answers import HostValues, capture_with
 from torch_shard._loss.batch import BatchSignature, Text
 from torch_shard._loss.captured import CapturedLoss
@@ -19,7 +20,6 @@ from torch_shard._loss.joint import JointLoss, LossShape, LossSource
 from torch_shard._loss.loss_program import LossProgram
 from torch_shard._lowering import OverContext, RowSplit, capture_settings, refuse_change
 from torch_shard._scan import CapturedLayers, capture_layers
-from torch_shard._sharding import LossFn, gradient_hooks, holdings, memory_span
 from torch_shard._state import live_model
 
 logger = logging.getLogger(__name__)

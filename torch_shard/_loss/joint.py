@@ -19,12 +19,13 @@ from torch_shard._capture import (
 )
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import flatten
+from torch_shard._entries import Holdings, LossFn, entry_places, holdings, marked_like
 from torch_shard._loss.batch import BatchSignature
 from torch_shard._loss.constrained_modules import Activations
 from torch_shard._loss.result import as_metric, for_effects, split_loss
 from torch_shard._lowering import OverContext
 from torch_shard._scan import Bundle, GraphInput, LayerInterceptor, LayerOptions, graph_inputs
-from torch_shard._sharding import Holdings, LossFn, ResolvedPlan, entry_places, holdings, marked_like
+from torch_shard._sharding import ResolvedPlan
 
 Check = Callable[[], None] | None
 

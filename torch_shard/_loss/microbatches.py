@@ -15,12 +15,13 @@ from jax.typing import ArrayLike
 from torch_shard._capture import Spec
 from torch_shard._common.caller import caller
 from torch_shard._common.dtypes import dtype_of_sums
+from torch_shard._common.specs import describe_mesh, describe_spec
 from torch_shard._common.types import PyTree
 from torch_shard._device import BatchLayout
 from torch_shard._loss.batch import BatchSignature
 from torch_shard._loss.loss_program import LossOutputs, LossProgram
 from torch_shard._loss.pipelined import PipelinedLoss
-from torch_shard._sharding import ResolvedPlan, Stacks, constrain_stacks, describe_mesh, describe_spec
+from torch_shard._sharding import ResolvedPlan, Stacks, constrain_stacks
 
 ArrayT = TypeVar("ArrayT", jax.Array, torch.Tensor)
 

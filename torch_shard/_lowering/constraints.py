@@ -29,9 +29,10 @@ from torch_shard._common.fx import (
     sources_of,
     target_of,
 )
+from torch_shard._common.specs import has_three_axes
 from torch_shard._common.types import Operator, PyTree
 from torch_shard._lowering.rows import RowSplit, is_uneven
-from torch_shard._sharding import constrain_in_steps, has_three_axes
+from torch_shard._sharding import constrain_in_steps
 
 DIMS = "dims"
 """Under this name the metadata of a node say which dim of its value has the rows of the batch, and the sequence."""

@@ -10,9 +10,9 @@ from torch import nn
 
 from torch_shard._capture import Captured, capture, is_fake
 from torch_shard._common.patching import patched
+from torch_shard._entries import OF_EVERY_MODULE, TensorPlaces, holdings, shared_storage, with_values
 from torch_shard._lowering import keeps_whole, missing_lowerings
 from torch_shard._materialize.slices import Slice, is_constant
-from torch_shard._sharding import OF_EVERY_MODULE, TensorPlaces, holdings, shared_storage, with_values
 
 Init = str | Callable[[nn.Module], None]
 

@@ -20,6 +20,7 @@ from torch_shard._common.fx import sources_of
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call, check_kind, check_seed, unwrapped
 from torch_shard._device import put, refuse_wide, wrap_array
+from torch_shard._entries import TensorPlaces, holdings, refuse_hooks
 from torch_shard._lowering import compiler_options, matmul_precision, operation
 from torch_shard._materialize.construct import (
     Construction,
@@ -33,14 +34,7 @@ from torch_shard._materialize.construct import (
     refuse_views,
 )
 from torch_shard._materialize.slices import FUSED, Fill, Slice, call_in_torch, cut, fills_of, host_value, is_constant
-from torch_shard._sharding import (
-    ShardingPlan,
-    TensorPlaces,
-    check_mesh,
-    check_plan,
-    holdings,
-    refuse_hooks,
-)
+from torch_shard._sharding import ShardingPlan, check_mesh, check_plan
 
 
 @public

@@ -22,6 +22,7 @@ from torch_shard._optim.stored_update import (
     inner_state,
     is_average,
 )
+from torch_shard._optim.transfers import HostTransfers
 from torch_shard._optim.transforms import (
     adadelta,
     adafactor,

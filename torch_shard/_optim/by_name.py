@@ -18,19 +18,12 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxprs_in_params
 
+from torch_shard._common.host_memory import is_on_host
 from torch_shard._common.types import PyTree
 from torch_shard._optim.equation_keys import EqnKey
+from torch_shard._optim.transfers import HostTransfers
 from torch_shard._optim.vectorize import RowProgram, RowSlot, RowValue, assemble
-from torch_shard._sharding import (
-    HostTransfers,
-    Layout,
-    Stacks,
-    as_dicts,
-    is_on_host,
-    keep_stacks,
-    stack_dicts,
-    whole_stacks,
-)
+from torch_shard._sharding import Layout, Stacks, as_dicts, keep_stacks, stack_dicts, whole_stacks
 
 
 def run_by_name(

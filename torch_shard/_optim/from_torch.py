@@ -20,7 +20,8 @@ from torch_shard._common.convert import host_array, struct_of, to_host
 from torch_shard._optim.known import refuse_own_step, rule_of
 from torch_shard._optim.rule import Scalars, read_numbers
 from torch_shard._optim.stored_update import StoredUpdate
-from torch_shard._sharding import HostTransfers, Layout, Stacks, keep_stacks, whole_stacks
+from torch_shard._optim.transfers import HostTransfers
+from torch_shard._sharding import Layout, Stacks, keep_stacks, whole_stacks
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 
 from torch_shard._common.caller import caller
+from torch_shard._common.host_memory import is_on_host
 from torch_shard._common.types import PyTree
 from torch_shard._optim.rule import Entry, Flags, Rule, Scalars, Slots
-from torch_shard._sharding import HostTransfers, Layout, RowUpdate, Stacks, is_on_host
+from torch_shard._optim.transfers import HostTransfers, RowUpdate
+from torch_shard._sharding import Layout, Stacks
 
 
 @dataclasses.dataclass(frozen=True)

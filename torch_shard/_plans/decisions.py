@@ -19,18 +19,10 @@ from rich.filesize import decimal
 from torch.nn.parameter import is_lazy
 
 from torch_shard._common.caller import caller
+from torch_shard._common.specs import axes_of, describe_mesh, describe_spec
+from torch_shard._entries import named_tensors
 from torch_shard._plans.roles import LORA, is_table, kernels_of, product_of
-from torch_shard._sharding import (
-    Context,
-    Padded,
-    Pieces,
-    ShardingPlan,
-    axes_of,
-    describe_mesh,
-    describe_spec,
-    make_matcher,
-    named_tensors,
-)
+from torch_shard._sharding import Context, Padded, Pieces, ShardingPlan, make_matcher
 
 T = TypeVar("T")
 

@@ -15,9 +15,10 @@ from torch.distributed.tensor import Placement, Replicate, Shard, parallel
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from torch_shard._common.caller import caller
+from torch_shard._common.specs import axes_of, describe_spec
 from torch_shard._common.validate import check_kind, is_integer
 from torch_shard._plans.decisions import Axes, Decision, along, completed, find_uneven, names_of
-from torch_shard._sharding import axes_of, describe_spec, make_matcher
+from torch_shard._sharding import make_matcher
 
 _SPLITTING = (parallel.ColwiseParallel, parallel.RowwiseParallel, parallel.SequenceParallel)
 """Styles that make parameters DTensors, of which a module can have one."""

@@ -16,9 +16,10 @@ from jax.sharding import PartitionSpec
 from torch import nn
 
 from torch_shard._common.caller import caller
+from torch_shard._common.specs import axes_of
 from torch_shard._plans.decisions import Axes, Decision, names_of, places_with_globs
 from torch_shard._plans.roles import experts_of, is_norm, is_table, layers_of, parent_of, product_of, roles_of
-from torch_shard._sharding import Padded, axes_of
+from torch_shard._sharding import Padded
 
 _OF_IMAGES = (nn.Conv2d, nn.Conv3d)
 

@@ -14,11 +14,11 @@ from torch.fx import GraphModule, Node
 from torch_shard._capture import node_form, value_form
 from torch_shard._common.dtypes import jax_dtype
 from torch_shard._common.fx import args_of, outputs_of, sources_of
+from torch_shard._common.host_memory import to_device, to_host
 from torch_shard._common.random import Key
 from torch_shard._lowering import RowSplit, lower, operation
 from torch_shard._scan.partition import Halves, partition
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call, Region
-from torch_shard._sharding import to_device, to_host
 
 Place = jax.Array | int | None
 

@@ -26,11 +26,11 @@ from torch_shard._capture import (
     unknown_like,
     user_leaves,
 )
+from torch_shard._entries import place_of
 from torch_shard._lowering import keeps_whole, missing_lowerings
 from torch_shard._scan.fingerprint import Fingerprint
 from torch_shard._scan.region import Call, Origin, Region, RegionFunction, UnknownResults
 from torch_shard._scan.siblings import Bundle, LeftBehind, Restart, Siblings
-from torch_shard._sharding import place_of
 
 
 @dataclasses.dataclass(frozen=True)

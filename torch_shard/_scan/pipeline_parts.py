@@ -12,11 +12,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 
 from torch_shard._common.caller import caller
+from torch_shard._common.specs import axes_of, describe_mesh
 from torch_shard._scan.execute import operands_of, places_of, reads_of
 from torch_shard._scan.instructions import Instruction, Operand, Output
 from torch_shard._scan.reroll import Loop
 from torch_shard._scan.siblings import Siblings
-from torch_shard._sharding import ResolvedPlan, Stages, axes_of, describe_mesh
+from torch_shard._sharding import ResolvedPlan, Stages
 
 Item = Instruction | Loop
 

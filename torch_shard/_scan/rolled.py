@@ -10,6 +10,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from torch_shard._capture import Spec, TensorFn
+from torch_shard._entries import LossFn
 from torch_shard._lowering import ROWS, SEQUENCE, Program, RowSplit, draws_random, untie_gradients
 from torch_shard._scan.dims import Dim, note_rows
 from torch_shard._scan.execute import Inputs, Result, execute
@@ -19,7 +20,7 @@ from torch_shard._scan.pieces import Cut, EntryNotes
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call
 from torch_shard._scan.reroll import Loop, reroll
 from torch_shard._scan.siblings import LEAST, GraphInput, Refused, Restart, Siblings, Unbundled, find_siblings, names_of
-from torch_shard._sharding import LossFn, Stages
+from torch_shard._sharding import Stages
 
 Aux = TypeVar("Aux")
 

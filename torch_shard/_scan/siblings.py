@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from torch_shard._sharding import Kept, Layout, Stages, named_tensors, tied_names
+from torch_shard._entries import named_tensors, tied_names
+from torch_shard._sharding import Kept, Layout, Stages
 
 MOST_KINDS = 4
 """So many different programs may the calls of one group be."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
-from torch_shard._sharding.mesh import axes_of, describe_spec, find_spec_faults, has_three_axes
+from torch_shard._common.specs import axes_of, describe_spec, has_three_axes
+from torch_shard._sharding.mesh import find_spec_faults
 
 RETURN = "return"
 """In the place of an argument: what a module returns. No argument of Python can have this name."""

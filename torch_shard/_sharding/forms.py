@@ -23,9 +23,9 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from torch.nn.modules.conv import _ConvNd
 
+from torch_shard._common.specs import axes_of
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import is_integer
-from torch_shard._sharding.mesh import axes_of
 from torch_shard._sharding.stack_rows import moved_struct
 
 Shape: TypeAlias = tuple[int, ...]

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from torch_shard._sharding.mesh import axes_of, has_three_axes
+from torch_shard._common.specs import axes_of, has_three_axes
 from torch_shard._sharding.stacked import Stacks
 
 

@@ -11,7 +11,7 @@ import contextvars
 import difflib
 import logging
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, cast
 
 import jax
@@ -20,6 +20,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from torch_shard._common.caller import caller, public
+from torch_shard._common.specs import axes_of, describe_mesh, describe_sizes, describe_spec, slice_of
 from torch_shard._common.types import Device
 from torch_shard._hosts import check_started
 from torch_shard._sharding.topology import is_compile_only, topology_devices
@@ -73,12 +74,12 @@ def make_mesh(
     if required > len(available) and topology is not None:
         named = repr(topology) if num_slices is None else f"{topology!r} with num_slices={num_slices}"
         raise ValueError(
-            f"make_mesh: {_join(axis_sizes)} needs {required} devices, but {named} has {len(available)}. "
+            f"make_mesh: {describe_sizes(axis_sizes)} needs {required} devices, but {named} has {len(available)}. "
             "Choose sizes whose product is at most that, or a larger topology."
         )
     if required > len(available):
         raise ValueError(
-            f"make_mesh: {_join(axis_sizes)} needs {required} devices, but {len(available)} are available. "
+            f"make_mesh: {describe_sizes(axis_sizes)} needs {required} devices, but {len(available)} are available. "
             f"Choose sizes whose product is at most {len(available)}, or simulate devices on the CPU: "
             f'jax.config.update("jax_num_cpu_devices", {required}) before JAX starts '
             "(with JAX_PLATFORMS=cpu where JAX sees accelerators)."
@@ -87,7 +88,7 @@ def make_mesh(
         logger.warning(
             "make_mesh: (%s) takes %d of the %d devices, and the others stay idle. A size of -1 takes all that are "
             "left; where so few are meant, devices=jax.devices()[:%d] says so.",
-            _join(axis_sizes),
+            describe_sizes(axis_sizes),
             required,
             len(available),
             required,
@@ -97,7 +98,7 @@ def make_mesh(
     except AssertionError as error:
         # JAX's own, of devices that are no box of the machine.
         raise ValueError(
-            f"make_mesh: {_join(axis_sizes)} takes {required} of {len(available)} devices, which JAX cannot lay out on "
+            f"make_mesh: {describe_sizes(axis_sizes)} takes {required} of {len(available)} devices, which JAX cannot lay out on "
             f"such a machine. Choose sizes whose product is {len(available)}, or give devices= yourself."
         ) from error
 
@@ -129,28 +130,17 @@ def _available(devices: object, topology: str | None, num_slices: int | None) ->
     return topology_devices(topology, num_slices)
 
 
-def slices_of(mesh: Mesh) -> list[int]:
-    """In which TPU slice each device lies, in the mesh's order; other devices are all in one."""
-    return list(map(_slice_of, mesh.devices.flat))
-
-
-def _slice_of(device: Any) -> int:
-    # JAX gives GPUs a slice index too, which is the number of their host.
-    if device.platform != "tpu":
-        return 0
-    return int(getattr(device, "slice_index", 0) or 0)
-
-
 def _laid_out(sizes: tuple[int, ...], names: tuple[str, ...], devices: list[Device]) -> Mesh:
     """A mesh of these sizes, neighbours of the machine along its axes as far as JAX can have that."""
     given: Any = devices
     auto = (AxisType.Auto,) * len(sizes)
-    devices_by_slice = collections.Counter(map(_slice_of, devices))
+    devices_by_slice = collections.Counter(map(slice_of, devices))
     num = len(devices_by_slice)
     if num > 1:
         if sizes[0] % num or len(set(devices_by_slice.values())) > 1:
+            axes = describe_sizes(dict(zip(names, sizes, strict=True)))
             raise ValueError(
-                f"make_mesh: {_join(dict(zip(names, sizes, strict=True)))} takes devices of {num} slices, over which "
+                f"make_mesh: {axes} takes devices of {num} slices, over which "
                 f"the first axis goes: {names[0]} must be a multiple of {num}, and each slice give as many devices "
                 f"(found {', '.join(map(str, devices_by_slice.values()))}). Put an axis of that size first, as in "
                 f"make_mesh(replica={num}, ...)."
@@ -287,20 +277,6 @@ def find_spec_faults(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) ->
     return [_indivisible(spec, shape, dim, mesh) for dim in _find_uneven(spec, shape, mesh)]
 
 
-def describe_mesh(mesh: Mesh | AbstractMesh) -> str:
-    """Write a mesh's axes and sizes for tables and errors, as in `(batch=4, model=2)`."""
-    return f"({_join(mesh.shape)})"
-
-
-def describe_spec(spec: PartitionSpec) -> str:
-    """Write a spec as one types it: `P('model')`, where JAX's own repr is `P('model',)`."""
-    return f"P({', '.join(map(repr, spec))})"
-
-
-def _join(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-
-
 def _check_sizes(axis_sizes: dict[str, int]) -> None:
     if not axis_sizes:
         raise ValueError("make_mesh: at least one axis is required, as in make_mesh(batch=4, model=2).")
@@ -313,7 +289,7 @@ def _check_sizes(axis_sizes: dict[str, int]) -> None:
         )
     wrong = {axis: size for axis, size in axis_sizes.items() if size < 1 and size != -1}
     if wrong:
-        raise ValueError(f"make_mesh: axis sizes must be positive, or -1 for the rest, got {_join(wrong)}.")
+        raise ValueError(f"make_mesh: axis sizes must be positive, or -1 for the rest, got {describe_sizes(wrong)}.")
 
 
 def _fill_in(axis_sizes: dict[str, int], num_devices: int) -> tuple[int, ...]:
@@ -328,22 +304,6 @@ def _fill_in(axis_sizes: dict[str, int], num_devices: int) -> tuple[int, ...]:
             f"does not divide the {num_devices} devices available. Change them, or give {rest[0]} a size."
         )
     return tuple(num_devices // known if size == -1 else size for size in axis_sizes.values())
-
-
-def axes_of(spec: Iterable[str | tuple[str, ...] | None]) -> list[str]:
-    """List the axes that a spec, or some entries of one, name."""
-    axes: list[str] = []
-    for part in spec:
-        if isinstance(part, tuple):
-            axes += part
-        elif part is not None:
-            axes.append(part)
-    return axes
-
-
-def has_three_axes(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether a mesh has three axes or more, where XLA's partitioner errs in more layouts."""
-    return sum(size > 1 for size in mesh.shape.values()) >= 3
 
 
 def _suggest_axis(axis: object, mesh: Mesh) -> str:

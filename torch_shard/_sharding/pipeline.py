@@ -8,8 +8,8 @@ from typing import Literal, get_args
 from jax.sharding import Mesh
 
 from torch_shard._common.caller import caller
+from torch_shard._common.specs import describe_mesh
 from torch_shard._common.validate import check_count, check_kind
-from torch_shard._sharding.mesh import describe_mesh
 
 Schedule = Literal["1f1b", "gpipe"]
 

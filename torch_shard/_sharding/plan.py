@@ -21,13 +21,14 @@ from torch.nn.parameter import is_lazy
 
 from torch_shard._common.caller import public
 from torch_shard._common.printed import InNotebooks
+from torch_shard._common.specs import axes_of, describe_mesh, describe_spec
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call, check_kind, unwrapped
+from torch_shard._entries import group_ties, named_tensors
 from torch_shard._sharding.activations import Constraint, find_type_fault, make_matcher, resolve_activations
 from torch_shard._sharding.context import Context
-from torch_shard._sharding.entries import group_ties, named_tensors
 from torch_shard._sharding.forms import Form, Padded, Pieces, kernel_forms
-from torch_shard._sharding.mesh import axes_of, check_mesh, describe_mesh, describe_spec, find_spec_faults
+from torch_shard._sharding.mesh import check_mesh, find_spec_faults
 from torch_shard._sharding.pipeline import Pipeline
 from torch_shard._sharding.resolved import ResolvedEntry, ResolvedPlan, print_wide
 

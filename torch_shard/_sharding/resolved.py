@@ -16,10 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from torch_shard._common.printed import InNotebooks, printed
+from torch_shard._common.specs import describe_mesh, describe_spec
 from torch_shard._sharding.activations import Constraint
 from torch_shard._sharding.context import Context
 from torch_shard._sharding.forms import Form, Kept, Padded
-from torch_shard._sharding.mesh import describe_mesh, describe_spec
 from torch_shard._sharding.pipeline import Pipeline, Stages
 from torch_shard._sharding.stack_rows import stack_sharding
 from torch_shard._sharding.stacked import Group, Layout

@@ -17,10 +17,11 @@ from torch_shard._common.axes import manual_axes, vjp_of_chosen
 from torch_shard._common.caller import error_prefix, public
 from torch_shard._common.convert import spread_prefix
 from torch_shard._common.random import Key, fold_axes
+from torch_shard._common.specs import describe_mesh
 from torch_shard._common.types import Device, PyTree
 from torch_shard._common.validate import as_positions, check_kind, signature_of
 from torch_shard._interop import CLOSURE, PerClosure, Pure, Reader, adapt, pure_of
-from torch_shard._sharding import as_devices, check_mesh, describe_mesh
+from torch_shard._sharding import as_devices, check_mesh
 
 
 def vmap_of_arrays(

@@ -28,8 +28,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import struct_of
 from torch_shard._device import JaxTensor, Source, Storage, put, replace_in_place, to_array
+from torch_shard._entries import holdings, marked_like, memory_span, put_into_scripted
 from torch_shard._hosts import PeerError, exchange
-from torch_shard._sharding import Layout, ResolvedPlan, Stacks, holdings, marked_like, memory_span, put_into_scripted
+from torch_shard._sharding import Layout, ResolvedPlan, Stacks
 from torch_shard._state.state import KINDS, TrainState, address_of
 
 _LIVE = weakref.WeakKeyDictionary[nn.Module, "LiveModel"]()

@@ -19,23 +19,16 @@ from rich.text import Text
 
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import host_array, struct_of
+from torch_shard._common.host_memory import is_pinned, pinned
 from torch_shard._common.printed import InNotebooks, aligned, starred
+from torch_shard._common.specs import describe_spec
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import named
 from torch_shard._device import put, put_rows
+from torch_shard._entries import Holdings, unsaved_buffers
 from torch_shard._optim import AverageState, in_optimizer, is_average, is_narrow, narrow_like, parameter_of, run_by_name
 from torch_shard._scan import Siblings, stack_layout
-from torch_shard._sharding import (
-    Holdings,
-    ResolvedPlan,
-    Stacks,
-    as_dicts,
-    describe_spec,
-    is_pinned,
-    pinned,
-    stack_dicts,
-    unsaved_buffers,
-)
+from torch_shard._sharding import ResolvedPlan, Stacks, as_dicts, stack_dicts
 
 
 @jax.tree_util.register_dataclass

@@ -13,9 +13,10 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from torch_shard._common.caller import caller
+from torch_shard._common.host_memory import is_on_host
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
-from torch_shard._sharding import Stacks, is_on_host
+from torch_shard._sharding import Stacks
 from torch_shard._state.state import KINDS, TrainState
 
 

@@ -16,10 +16,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.caller import caller, error_prefix
 from torch_shard._common.convert import flatten
+from torch_shard._common.specs import axes_of
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call
+from torch_shard._entries import holdings
 from torch_shard._hosts import follow
-from torch_shard._sharding import axes_of, holdings
 from torch_shard._state import KINDS, TrainState, check_state
 from torch_shard._train.compiled_step import Body, Task
 from torch_shard._train.options import StepOptions

@@ -22,10 +22,10 @@ from torch.utils import _pytree as torch_pytree
 from torch_shard._common.caller import error_prefix
 from torch_shard._common.convert import host_array
 from torch_shard._common.printed import InNotebooks, printed
+from torch_shard._common.specs import describe_mesh
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_number
 from torch_shard._device import to_cpu
-from torch_shard._sharding import describe_mesh
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,11 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from torch_shard._capture import Mismatch, is_capturing
 from torch_shard._common.caller import error_prefix
 from torch_shard._common.progress import telling_when_slow
+from torch_shard._common.specs import axes_of
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_module, run_without_dynamo
 from torch_shard._cost import TooLarge
+from torch_shard._entries import Holdings, LossFn, gradient_hooks, holdings, shared_memory
 from torch_shard._hosts import is_shared
 from torch_shard._loss import (
     Doing,
@@ -40,16 +42,7 @@ from torch_shard._loss import (
 from torch_shard._lowering import RowSplit, capture_settings
 from torch_shard._plans import experts_of
 from torch_shard._scan import find_stages
-from torch_shard._sharding import (
-    Holdings,
-    LossFn,
-    axes_of,
-    check_current_mesh,
-    gradient_hooks,
-    holdings,
-    in_form_of,
-    shared_memory,
-)
+from torch_shard._sharding import check_current_mesh, in_form_of
 from torch_shard._state import TrainState, as_arrays, check_names, live_model, refuse_traced, with_key
 from torch_shard._train.facts import agree_on_program, facts_of_call, facts_of_step
 from torch_shard._train.model_tensors import ModelTensors

@@ -21,10 +21,12 @@ from jax.sharding import Mesh
 
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import host_array
+from torch_shard._common.specs import describe_mesh, describe_spec
 from torch_shard._common.types import PyTree
 from torch_shard._device import JaxTensor
+from torch_shard._entries import Holdings
 from torch_shard._hosts import ProcessMismatchError, compare, digest, exchange, is_shared
-from torch_shard._sharding import Holdings, ResolvedPlan, describe_mesh, describe_spec
+from torch_shard._sharding import ResolvedPlan
 from torch_shard._state import TrainState
 from torch_shard._train.options import StepOptions
 from torch_shard._train.program_cache import ProgramKey

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from torch_shard._common.host_memory import to_device
 from torch_shard._common.types import PyTree
 from torch_shard._device import JaxTensor, Storage
 from torch_shard._optim import TorchOptimizer, inner_state
-from torch_shard._sharding import Stacks, to_device
+from torch_shard._sharding import Stacks
 from torch_shard._state import Entry
 
 

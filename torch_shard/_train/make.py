@@ -14,8 +14,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from torch_shard._common.autocast_policy import MixedPrecision
 from torch_shard._common.caller import near_misses, public
+from torch_shard._entries import LossFn
 from torch_shard._scan import Remat, ScanLayers
-from torch_shard._sharding import LossFn, PlanFn, ShardingPlan, plan_for
+from torch_shard._sharding import PlanFn, ShardingPlan, plan_for
 from torch_shard._train.apply_step import ApplyFn, ApplyStep
 from torch_shard._train.options import Offload, StepOptions
 from torch_shard._train.step import EvalStep

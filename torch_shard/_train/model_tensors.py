@@ -13,7 +13,7 @@ import torch
 
 from torch_shard._common.convert import struct_of
 from torch_shard._device import JaxTensor, Source
-from torch_shard._sharding import Holdings, entry_places, holdings
+from torch_shard._entries import Holdings, entry_places, holdings
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _SOURCE = operator.attrgetter("_storage.source")

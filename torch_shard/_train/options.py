@@ -14,18 +14,10 @@ from torch_shard._common.autocast_policy import MixedPrecision
 from torch_shard._common.caller import caller
 from torch_shard._common.validate import check_count, check_kind, is_integer
 from torch_shard._device import BatchLayout
+from torch_shard._entries import Holdings
 from torch_shard._optim import check_average, check_clipping, clipped
 from torch_shard._scan import REMAT, LayerOptions, Remat, ScanLayers
-from torch_shard._sharding import (
-    Holdings,
-    Padded,
-    ResolvedPlan,
-    ShardingPlan,
-    check_mesh,
-    check_plan,
-    make_matcher,
-    spec_in_use,
-)
+from torch_shard._sharding import Padded, ResolvedPlan, ShardingPlan, check_mesh, check_plan, make_matcher, spec_in_use
 
 T = TypeVar("T")
 Offload = Literal["optimizer", "activations"]

@@ -16,9 +16,10 @@ from torch.utils import _pytree as torch_pytree
 from torch_shard._capture import Precision
 from torch_shard._common.types import PyTree
 from torch_shard._device import JaxTensor, ReplayRNG, to_cpu, to_host_by_name
+from torch_shard._entries import with_values
 from torch_shard._hosts import follow
 from torch_shard._loss import EFFECTS, LossProgram, program_for, split_loss
-from torch_shard._sharding import Stacks, constrain_stacks, with_values
+from torch_shard._sharding import Stacks, constrain_stacks
 from torch_shard._state import TrainState
 from torch_shard._train.comparison import Values, array_of, numbers_of
 from torch_shard._train.compiled_step import Body, CompiledStep, Task

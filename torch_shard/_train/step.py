@@ -22,12 +22,12 @@ from rich.text import Text
 
 from torch_shard._common.caller import error_prefix, near_misses
 from torch_shard._common.printed import InNotebooks
+from torch_shard._common.specs import describe_mesh, describe_spec
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_file
 from torch_shard._cost import Preview, preview_of
 from torch_shard._hosts import follow
 from torch_shard._lowering import ConstrainedValues
-from torch_shard._sharding import describe_mesh, describe_spec
 from torch_shard._state import StateLayout, TrainState, check_skip_grad_norm, check_state, with_key
 from torch_shard._train.compiled_step import Body, CompiledStep, Task
 from torch_shard._train.facts import facts_of_call

@@ -33,8 +33,9 @@ from torch_shard._common.containers import mapped
 from torch_shard._common.types import PyTree
 from torch_shard._cost import Preview
 from torch_shard._device import JaxTensor, Storage
+from torch_shard._entries import entry_places
 from torch_shard._loss import flatten_batch
-from torch_shard._sharding import PlanFn, ShardingPlan, entry_places
+from torch_shard._sharding import PlanFn, ShardingPlan
 from torch_shard._state import TrainState, live_model
 from torch_shard._train.comparison import Comparison
 from torch_shard._train.local_variables import ThereBefore

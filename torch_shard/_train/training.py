@@ -23,11 +23,12 @@ from torch_shard._common.caller import error_prefix, near_misses
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, check_seed
 from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name
+from torch_shard._entries import LossFn, with_values
 from torch_shard._hosts import follow
 from torch_shard._loss import EFFECTS, LossOutputs
-from torch_shard._optim import AverageState, check_moments, refuse_line_search
+from torch_shard._optim import AverageState, HostTransfers, check_moments, refuse_line_search
 from torch_shard._scan import Siblings
-from torch_shard._sharding import HostTransfers, LossFn, Stacks, constrain_stacks, with_values
+from torch_shard._sharding import Stacks, constrain_stacks
 from torch_shard._state import (
     KINDS,
     StateLayout,

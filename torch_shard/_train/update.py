@@ -15,10 +15,13 @@ import torch
 from jax.sharding import Mesh
 
 from torch_shard._common.caller import caller
+from torch_shard._common.host_memory import to_device
 from torch_shard._common.types import PyTree
 from torch_shard._device import JaxTensor, to_array
+from torch_shard._entries import Holdings
 from torch_shard._optim import (
     AverageState,
+    HostTransfers,
     TorchOptimizer,
     averaged,
     check_optimizer,
@@ -31,7 +34,7 @@ from torch_shard._optim import (
     run_by_name,
     widened,
 )
-from torch_shard._sharding import Holdings, HostTransfers, Stacks, as_dicts, make_matcher, to_device
+from torch_shard._sharding import Stacks, as_dicts, make_matcher
 from torch_shard._state import StateLayout, TrainState, global_norm
 from torch_shard._train.facts import agree_on_numbers
 from torch_shard._train.live_optimizer import LiveOptimizer

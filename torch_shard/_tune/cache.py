@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from torch_shard._common.printed import replacing
-from torch_shard._sharding import named_tensors
+from torch_shard._entries import named_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,13 @@ import numpy as np
 from torch import nn
 
 from torch_shard._common.caller import caller
+from torch_shard._common.specs import axes_of
 from torch_shard._common.types import Device, PyTree
 from torch_shard._cost import Chip, Preview, chip_of
 from torch_shard._loss import flatten_batch
 from torch_shard._plans import experts_of
 from torch_shard._scan import LayerOptions
-from torch_shard._sharding import ResolvedPlan, ShardingPlan, axes_of, make_mesh, memory_of
+from torch_shard._sharding import ResolvedPlan, ShardingPlan, make_mesh, memory_of
 from torch_shard._state import TrainState
 from torch_shard._train import TrainStep
 from torch_shard._tune.cache import Cache, Measured, describe_entries, digest

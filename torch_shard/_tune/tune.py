@@ -23,8 +23,9 @@ from torch import nn
 from torch_shard._common.caller import caller, public
 from torch_shard._common.types import Device, PyTree
 from torch_shard._common.validate import check_directory, check_kind, check_module
+from torch_shard._entries import LossFn, holdings
 from torch_shard._loss import check_loss_fn, flatten_batch
-from torch_shard._sharding import LossFn, holdings, make_mesh
+from torch_shard._sharding import make_mesh
 from torch_shard._train import TrainStep, make_train_step
 from torch_shard._tune.search import MOST, Search
 from torch_shard._tune.tuning import Choice, Tuning, budgets_of

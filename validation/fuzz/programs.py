@@ -15,7 +15,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.experts import any_grouped_mm
-from torch_shard._sharding import axes_of
+from torch_shard._common.specs import axes_of
 from validation.fuzz.blocks import BLOCKS, FUNCTIONS, Apply, adapt
 from validation.fuzz.specs import Sizes, draw_mesh, draw_spec
 

@@ -9,7 +9,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
-from torch_shard._sharding import Layout, Stacks, axes_of, constrain_stacks
+from torch_shard._common.specs import axes_of
+from torch_shard._sharding import Layout, Stacks, constrain_stacks
 from validation.fuzz.specs import all_specs
 
 AXES = ("extra", "batch", "model")

@@ -12,11 +12,11 @@ from torch.fx import Node
 
 from torch_shard._common.fx import args_of, operator_name, shape_of
 from torch_shard._common.overrides import captured_op
+from torch_shard._common.specs import axes_of, has_three_axes
 from torch_shard._common.types import Operator
 from torch_shard._lowering.constraints import RESULT, ROWS, SEQUENCE, Constraint, Placed, dim_of, lies, whole_along
 from torch_shard._lowering.ops.registry import lowers
 from torch_shard._lowering.rows import RowSplit
-from torch_shard._sharding import axes_of, has_three_axes
 
 _FREE = True
 """Written for `PartitionSpec.UNCONSTRAINED`, which no text stands for."""

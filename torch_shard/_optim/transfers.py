@@ -1,4 +1,4 @@
-"""Memory of the host beside a device's own: what lies there within a program, and how it comes and goes."""
+"""Arrays of the host's memory in an update: brought in, updated and sent back, one group after the other."""
 
 # JAX annotates its functions in part, and says nothing of what `jax.tree.map` gives to a function.
 # pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
@@ -9,40 +9,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, Sharding
 
+from torch_shard._common.host_memory import is_on_host, to_device, to_host
 from torch_shard._common.types import PyTree
 
 Group = tuple[str, ...]
 """Names that are stored together."""
-
-PINNED = "pinned_host"
-"""JAX's kind of memory of the host that a device copies from and to."""
-
-
-def is_on_host(array: jax.Array) -> bool:
-    """Tell whether an array of a program lies in the host's memory; JAX refuses to compute with it there."""
-    return jax.typeof(array).memory_space == jax.memory.Space.Host
-
-
-def to_host(tree: PyTree) -> PyTree:
-    """The same arrays in the host's memory."""
-    return jax.device_put(tree, jax.memory.Space.Host)
-
-
-def to_device(tree: PyTree) -> PyTree:
-    """The same arrays in the device's memory."""
-    return jax.device_put(tree, jax.memory.Space.Device)
-
-
-def is_pinned(sharding: Sharding) -> bool:
-    """Tell whether what lies so is in the host's memory."""
-    return sharding.memory_kind == PINNED
-
-
-def pinned(sharding: NamedSharding) -> NamedSharding:
-    """The same place in the host's memory."""
-    return sharding.with_memory_kind(PINNED)
 
 
 class RowUpdate(NamedTuple):
