@@ -98,8 +98,8 @@ def make_mesh(
     except AssertionError as error:
         # JAX's own, of devices that are no box of the machine.
         raise ValueError(
-            f"make_mesh: {describe_sizes(axis_sizes)} takes {required} of {len(available)} devices, which JAX cannot lay out on "
-            f"such a machine. Choose sizes whose product is {len(available)}, or give devices= yourself."
+            f"make_mesh: {describe_sizes(axis_sizes)} takes {required} of {len(available)} devices, which JAX cannot "
+            f"lay out on such a machine. Choose sizes whose product is {len(available)}, or give devices= yourself."
         ) from error
 
 
