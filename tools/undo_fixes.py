@@ -71,10 +71,25 @@ EDITS = {
     "80ff62f": Edit("_hosts/session.py", "has_caught = peers.told and not peers.dying", "has_caught = peers.told"),
     "0e6dd21": Edit(
         "_plans/dtensor_styles.py",
-        "None if has is None or (has == to and has.is_replicate()) else to",
-        "None if has is None else to",
+        "stays = layout is None or (layout == desired and layout.is_replicate())",
+        "stays = layout is None",
     ),
-    "98f2e70": Edit("_optim/from_torch.py", "found |= {place: own} if own else {}", "found[place] = own"),
+    "98f2e70": Edit(
+        "_optim/from_torch.py",
+        "            if tensors:\n                states[place] = tensors",
+        "            states[place] = tensors",
+    ),
+    "43d7cf9": Edit(
+        "_capture/simplify.py",
+        "for num_dims in range(2, len(shape) + 1):",
+        "for num_dims in range(len(shape) - 2, len(shape) - 1):",
+    ),
+    "fc54ff0": Edit(
+        "_lowering/number_inputs.py",
+        "_EITHER = (_scalar_rule(0, of=1), _scalar_rule(1))",
+        "_EITHER = (_scalar_rule(1),)",
+        ("tests/loss/test_answers.py",),
+    ),
     "079108e": Edit(
         "_lowering/number_inputs.py",
         "if repr(other.numbers[place]) != repr(number)",
@@ -95,6 +110,11 @@ EDITS = {
     ),
     "0bdef26": Edit(
         "_interop/torch_function.py", "    def _differentiable(", "    @functools.cache\n    def _differentiable("
+    ),
+    "9e24fc9": Edit(
+        "_capture/data_dependence.py",
+        "        if a is not b:\n            first",
+        "        if True:\n            first",
     ),
     "04bdc39": Edit("_loss/answers.py", "goes_on=self.num > 1", "goes_on=False", ("tests/loss/test_answers.py",)),
     "bf5f98c": Edit("_io/checkpointer.py", "with uninterrupted():", "if True:"),
