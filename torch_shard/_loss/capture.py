@@ -9,7 +9,7 @@ from collections.abc import Generator
 
 import torch
 
-from torch_shard._capture import HostInputs, Mismatch, Reads
+from torch_shard._capture import HostInputs, Mismatch, Reads, is_fake
 from torch_shard._common.caller import caller
 from torch_shard._common.types import KEPT
 from torch_shard._entries import LossFn, gradient_hooks, holdings, memory_span
@@ -161,7 +161,8 @@ def _refuse_aliases(program: LossProgram, model: torch.nn.Module, what: str) -> 
 
     aliases: dict[str, None] = {}
     for variable, value in program.captured.outside:
-        memory = memory_span(value)
+        # A tensor of constants that forward has made in the capture has no memory.
+        memory = None if is_fake(value) else memory_span(value)
         if not memory:
             continue
         for name, tensor, span in spans:
