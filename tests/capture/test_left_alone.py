@@ -129,7 +129,12 @@ class UnderTwoNames(nn.Module):
         return self.right(torch.tanh(self.left(x))) + x @ self.weights[0]
 
 
-@pytest.mark.parametrize("layer", [RegistersAtFirst, RegistersNumbers, RegistersNumpy])
+LOST = pytest.mark.xfail(
+    raises=RuntimeError, strict=True, reason="a table that forward registers stays a fake: refused"
+)
+
+
+@pytest.mark.parametrize("layer", [RegistersAtFirst, pytest.param(RegistersNumbers, marks=LOST), RegistersNumpy])
 def test_what_forward_makes_of_constants_is_a_constant_and_is_exported(layer: type[nn.Module]) -> None:
     case = dataclasses.replace(built(lambda: nn.Sequential(*(layer() for _ in range(4)))), rules=ALIKE)
     model, eager = case.model(), case.model()
